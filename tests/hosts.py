@@ -67,15 +67,8 @@ class Host:
 
     def command(self, *words: str | os.PathLike) -> list[str]:
         """A command that runs `words` on this host, in the folder of this process."""
-        return [
-            "nsenter",
-            "--target",
-            str(self.first),
-            "--all",
-            f"--wd={os.getcwd()}",
-            "--",
-            *map(os.fspath, words),
-        ]
+        enter = ["nsenter", "--target", str(self.first), "--all", f"--wd={os.getcwd()}", "--"]
+        return [*enter, *map(os.fspath, words)]
 
     def set_link(self, state: str) -> None:
         """`down` is what a pulled cable does: no process is told, nothing is answered."""
@@ -148,16 +141,8 @@ def _hold(script: str, held: list[subprocess.Popen[str]]) -> int:
 
     Returns its number after it has said `ready`.
     """
-    command = [
-        "setpriv",
-        "--pdeathsig",
-        "KILL",
-        "unshare",
-        *KINDS,
-        "--fork",
-        "--kill-child",
-        "--mount-proc",
-    ]
+    with_parent = ["setpriv", "--pdeathsig", "KILL"]
+    command = [*with_parent, "unshare", *KINDS, "--fork", "--kill-child", "--mount-proc"]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     held.append(subprocess.Popen([*command, "sh", "-c", script], text=True, **pipes))
     if held[-1].stdout.readline() != "ready\n":

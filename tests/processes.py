@@ -4,8 +4,9 @@
     torchrun("x.py", nproc=2, timeout=60)             a script under torch's launcher
     fork_ranks("x.py", nproc=2, timeout=60)           the same without the launch
     run_on(2, function, argument)                     a function on each rank of a gloo group
+    @on_ranks(2)                                      a test that runs on each of them
 
-The last two fork their ranks from a server. It is a process that has already imported torch and
+The last three fork their ranks from a server. It is a process that has already imported torch and
 transformers, because these imports take ten seconds. A server answers one request at a time. It
 ends when its input is closed, so also when the tests are killed. No port is chosen in advance, so
 any number of tests may run at once."""
@@ -18,6 +19,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import inspect
 import json
 import os
 import pickle
@@ -137,15 +139,8 @@ def torchrun(
 
     For a module, `script` is "-m" and the module's name comes first in `args`.
     """
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(nproc),
-    ]
-    return run([*launcher, script, *args], **others)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    return run([*launcher, str(nproc), script, *args], **others)
 
 
 def kill_tree(pid: int) -> None:
@@ -228,6 +223,28 @@ def run_on(
                 f"{code}:\n{stdout}{stderr}"
             )
         return [pickle.loads(path.read_bytes()) for path in results]
+
+
+def on_ranks(world_size: int = 0, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of a function of (rank, world_size, ...), which `run_on` calls on each rank with
+    the arguments of the test.
+
+    Without a number of ranks here, it is the test's argument `world_size`. `options`: of `run_on`.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Any:
+        _, size, *others = inspect.signature(fn).parameters.values()
+
+        @functools.wraps(fn)
+        def test(**given: Any) -> None:
+            args = [given[each.name] for each in others]
+            run_on(world_size or given["world_size"], test, *args, **options)
+
+        test.of_rank = fn
+        test.__signature__ = inspect.Signature([*others, *([] if world_size else [size])])
+        return test
+
+    return decorate
 
 
 _servers: dict[str, subprocess.Popen[str]] = {}
@@ -456,7 +473,7 @@ def _call(rank: int, request: dict[str, Any]) -> None:
     )
     fn, args = pickle.loads((folder / "task").read_bytes())
     torch.manual_seed(0)
-    result = pickle.dumps(fn(rank, world_size, *args))
+    result = pickle.dumps(getattr(fn, "of_rank", fn)(rank, world_size, *args))
     if request["simulated"]:
         torch.accelerator.synchronize()
         assert (found := device.mistakes()) == [], found

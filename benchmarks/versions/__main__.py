@@ -77,7 +77,7 @@ SETS = {
         "tests/parity/test_compile.py",
         "tests/parity/test_pipeline.py",
         "tests/dist/core/test_init.py",
-        "tests/dist/comm/test_python_group.py",
+        "tests/dist/comm/test_hybrid.py",
     ),
 }
 FEW = {

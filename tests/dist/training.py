@@ -18,6 +18,7 @@ import zero
 from tests.processes import run_on
 from tests.tolerance import assert_close, rounding
 from zero.config import Config
+from zero.fragments import safe_get_full_grad
 
 LR = 1e-3
 WEIGHT_DECAY = 0.1
@@ -340,6 +341,17 @@ def assert_close_to(
             model.named_parameters(), reference.parameters(), strict=True
         ):
             assert_close(param.detach(), expected.detach(), terms, steps, f"{what} {name}")
+
+
+def assert_gradients(
+    model: nn.Module, reference: nn.Module, ranks: int, terms: int, steps: int = 1
+) -> None:
+    """Assert that a model of an engine has the gradients of `reference`, whose losses were summed
+    over so many ranks, within rounding. No gradient is one of zeros.
+    """
+    for (name, param), plain in zip(model.named_parameters(), reference.parameters(), strict=True):
+        expected = torch.zeros_like(plain) if plain.grad is None else plain.grad / ranks
+        assert_close(safe_get_full_grad(param), expected, terms, steps, name)
 
 
 def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -79,7 +79,7 @@ COMMANDS = {
     "zero launch": "needs several GPUs: test_launch.py starts processes",
     "zero verify": "starts three trainings: test_verify.py",
     "zero trace": "starts a training: test_trace.py",
-    "zero consolidate checkpoint": "of adapters: test_checkpoint_offline.py",
+    "zero consolidate checkpoint": "of adapters: tests/hunt/test_saves.py",
     # one with an own loop
     "python train.py": OWN_LOOP,
     "torchrun --nproc_per_node 8 train.py": OWN_LOOP,

@@ -48,7 +48,7 @@ torch.nn.modules.module._global_forward_hooks      tests/parity/test_batch_slice
 torch.nn.modules.module._global_backward_pre_hooks tests/parity/test_batch_slices.py
 torch.nn.modules.module._global_backward_hooks     tests/parity/test_batch_slices.py
 torch.utils._pytree.tree_map_only                  tests/dist/core/test_engine.py
-torch.utils._python_dispatch.is_traceable_wrapper_subclass tests/dist/core/test_aliases.py
+torch.utils._python_dispatch.is_traceable_wrapper_subclass tests/dist/core/test_engine.py
 torch.utils._python_dispatch._disable_current_modes tests/dist/tools/test_estimate.py
 torch._C._autograd._get_current_graph_task_keep_graph tests/parity/test_derivatives.py
 torch._C._current_autograd_node                    tests/hunt/test_hunt.py
@@ -67,7 +67,7 @@ torch._dynamo.config.recompile_limit               tests/parity/test_compile.py
 torch._dynamo.config.nontraceable_tensor_subclasses tests/parity/test_compile.py
 torch.autograd.Variable._execution_engine.queue_callback tests/dist/core/test_engine.py
 torch.autograd.profiler._is_profiler_enabled       tests/dist/tools/test_trace.py
-torch._has_compatible_shallow_copy_type            tests/dist/core/test_values_between_passes.py
+torch._has_compatible_shallow_copy_type            tests/dist/core/test_gathered_parameters.py
 torch._foreach_norm                                tests/parity/test_fp32.py
 torch._foreach_copy_                               tests/dist/core/test_reduction.py
 torch._foreach_zero_                               tests/dist/core/test_reduction.py
@@ -85,15 +85,15 @@ LAYER._buffers                                     tests/dist/core/test_engine.p
 LAYER._state_dict_hooks                            tests/dist/checkpoint/test_export.py
 LAYER.weight._backward_hooks                       tests/accelerator/test_adapt.py
 LAYER.weight._version                              tests/parity/test_forward_writes.py
-LAYER.weight._use_count                            tests/dist/core/test_values_between_passes.py
+LAYER.weight._use_count                            tests/dist/core/test_gathered_parameters.py
 LAYER.weight._post_accumulate_grad_hooks           tests/dist/core/test_own_loops.py
 LAYER.weight.untyped_storage()._cdata              tests/parity/test_offload.py
 torch.distributed.tensor.DTensor._local_tensor     tests/parity/test_tensor_parallel.py
-torch.distributed.ProcessGroup._device_types       tests/dist/comm/test_python_group.py
+torch.distributed.ProcessGroup._device_types       tests/dist/comm/test_hybrid.py
 torch.distributed.ProcessGroup._get_backend        tests/unit/comm/test_world.py
 torch.distributed.ProcessGroupGloo._Options()._timeout tests/unit/comm/test_world.py
 torch.distributed.distributed_c10d._world.pg_map   tests/accelerator/test_engine.py
-torch.distributed.distributed_c10d._get_default_store tests/dist/comm/test_python_group.py
+torch.distributed.distributed_c10d._get_default_store tests/dist/comm/test_hybrid.py
 torch.cuda.memory._record_memory_history           tests/dist/tools/test_trace.py
 torch.cuda.memory._dump_snapshot                   tests/dist/tools/test_trace.py
 optimizers._get_foreach_kernels_supported_devices  tests/dist/tools/test_estimate.py

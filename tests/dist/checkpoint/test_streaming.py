@@ -14,8 +14,7 @@ import torch
 import zero
 from tests.dist.toys import BLOCK, toy, toy_batches
 from tests.dist.training import ds_config, start, step, weights_of
-from tests.processes import run_on
-from zero.core.sharded_param import ShardedParameter
+from tests.processes import on_ranks, run_on
 from zero.errors import UsageError
 from zero.streaming import GatheredWhenRead
 
@@ -23,7 +22,9 @@ MODULES = {"target_modules": ["up", "down"], "r": 3, "lora_alpha": 5}
 SHARDED = {"stage3_param_persistence_threshold": 0}
 
 
-def streamed(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 2), (3, 1), (3, 3)])
+@on_ranks()
+def test_every_weight_comes_once_within_the_limit(rank, world_size, stage):
     true = weights_of(toy(tied=True))
     del true["head.weight"]  # the same as stem.weight
     config = ds_config(stage=stage, stage3_param_persistence_threshold=30)
@@ -42,12 +43,9 @@ def streamed(rank: int, world_size: int, stage: int) -> None:
         assert engine.residency.live == 0
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 2), (3, 1), (3, 3)])
-def test_every_weight_comes_once_within_the_limit(stage, world_size):
-    run_on(world_size, streamed, stage)
-
-
-def stepping(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_a_step_between_two_weights_is_an_error(rank, world_size, stage):
     engine, _ = start(toy(), ds_config(stage=stage, stage3_param_persistence_threshold=30))
     (batch,) = toy_batches(1)
     weights = zero.stream_weights(engine, max_bytes=6 * BLOCK)
@@ -58,11 +56,6 @@ def stepping(rank: int, world_size: int, stage: int) -> None:
         next(weights)
     found = {name: value.clone() for name, value in zero.stream_weights(engine)}
     assert all(value.isfinite().all() for value in found.values())
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_step_between_two_weights_is_an_error(stage):
-    run_on(2, stepping, stage)
 
 
 def stopping(rank: int, world_size: int, stops: bool) -> list[list[float]]:
@@ -112,35 +105,10 @@ def name_of(config: peft.PeftConfig) -> str:
     return next(name for name, known in ADAPTERS.items() if known is config)
 
 
-def merging_inside(rank: int, world_size: int) -> None:
-    """Call PEFT's own merge and unmerge inside of `GatheredParameters`, of one layer after the
-    other and of all at once. Training state stays as it was.
-    """
-    reference = adapted(ADAPTERS["LoRA"])
-    before = copy.deepcopy(reference.state_dict())
-    reference.merge_adapter()
-    expected = reference.state_dict()
-    model = adapted(ADAPTERS["LoRA"])
-    engine, _ = start(model, ds_config(**SHARDED))
-    layers = [module for module in model.modules() if hasattr(module, "merge")]
-    for part in (*([layer] for layer in layers), layers):
-        with zero.GatheredParameters([param for layer in part for param in layer.parameters()]):
-            for layer in part:
-                layer.merge()
-            for name, param in model.named_parameters():
-                if any(param is layer.base_layer.weight for layer in part):
-                    assert torch.equal(param, expected[name]), name
-            for layer in part:
-                layer.unmerge()
-    for name, value in zero.stream_weights(engine):
-        assert torch.equal(value, before[name]), name
-
-
-def test_peft_merges_inside_of_gathered_parameters():
-    run_on(2, merging_inside)
-
-
-def read_block_by_block(rank: int, world_size: int, name: str, threshold: int, safe: bool) -> None:
+@pytest.mark.parametrize(("threshold", "safe"), [(0, True), (30, False)])
+@pytest.mark.parametrize("name", ADAPTERS)
+@on_ranks(2)
+def test_a_model_is_read_and_merged_block_by_block(rank, world_size, name, threshold, safe):
     reference = adapted(ADAPTERS[name])
     before = copy.deepcopy(reference.state_dict())
     reference.merge_adapter(safe_merge=safe)
@@ -153,6 +121,11 @@ def read_block_by_block(rank: int, world_size: int, name: str, threshold: int, s
     if not GatheredWhenRead.serves(model):
         with pytest.raises(ValueError, match=r"blocks\.0\.down.*not sharded"):
             GatheredWhenRead(model)
+        with zero.GatheredParameters(model.parameters()):  # what the error says to do instead
+            model.merge_adapter(safe_merge=safe)
+            for param_name, param in model.named_parameters():
+                assert torch.equal(param, expected[param_name]), param_name
+            model.unmerge_adapter()
         return
     with GatheredWhenRead(model, shapes_only=True):
         model.merge_adapter()
@@ -183,13 +156,9 @@ def read_block_by_block(rank: int, world_size: int, name: str, threshold: int, s
     engine(**toy_batches(1)[0])  # the engine notices reads again
 
 
-@pytest.mark.parametrize(("threshold", "safe"), [(0, True), (30, False)])
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_a_model_is_read_and_merged_block_by_block(name, threshold, safe):
-    run_on(2, read_block_by_block, name, threshold, safe)
-
-
-def unloaded(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["LoRA", "DoRA", "a trained head"])
+@on_ranks(2)
+def test_a_model_is_unloaded_block_by_block(rank, world_size, name):
     expected = adapted(ADAPTERS[name]).merge_and_unload().state_dict()
     model = adapted(ADAPTERS[name])
     engine, _ = start(model, ds_config(**SHARDED))
@@ -203,12 +172,8 @@ def unloaded(rank: int, world_size: int, name: str) -> None:
     assert engine.residency.peak <= 2 * (4 * BLOCK), "one block with its adapters"
 
 
-@pytest.mark.parametrize("name", ["LoRA", "DoRA", "a trained head"])
-def test_a_model_is_unloaded_block_by_block(name):
-    run_on(2, unloaded, name)
-
-
-def interrupted(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_error_leaves_the_model_as_it_was(rank, world_size):
     """After an error in the context, everything is as before it."""
     model = adapted(ADAPTERS["LoRA"])
     engine, _ = start(model, ds_config(**SHARDED))
@@ -222,40 +187,3 @@ def interrupted(rank: int, world_size: int) -> None:
     assert not any(getattr(module, "merged_adapters", None) for module in model.modules())
     with pytest.raises(ValueError, match="GatheredParameters"):
         model.base_model.model.blocks[0].up.base_layer.weight.sum()
-
-
-def test_an_error_leaves_the_model_as_it_was():
-    run_on(2, interrupted)
-
-
-def single_parameters(rank: int, world_size: int) -> None:
-    """A loop over single parameters gathers each one alone, also with a forward inside."""
-    true = weights_of(toy())
-    engine, _ = start(toy(), ds_config(**SHARDED))
-    sent = engine.comm.elements
-    before = sent["broadcast"] + sent["all_gather"]
-    for name, param in engine.module.named_parameters():
-        with zero.GatheredParameters([param]):
-            assert torch.equal(param, true[name]), name
-            assert engine.residency.live <= max(value.numel() for value in true.values())
-        assert isinstance(param, ShardedParameter) and engine.residency.live == 0
-    gathered = sent["broadcast"] + sent["all_gather"] - before
-    assert gathered <= sum(value.numel() for value in true.values()) + 2
-    up, down = (engine.module.blocks[0].get_submodule(name).weight for name in ("up", "down"))
-    with zero.GatheredParameters([up]):
-        with torch.no_grad():
-            engine(**toy_batches(1)[0])
-        assert torch.equal(up, true["blocks.0.up.weight"]) and isinstance(down, ShardedParameter)
-        with zero.GatheredParameters(engine.module.blocks[0].parameters()):
-            assert torch.equal(down, true["blocks.0.down.weight"])
-        assert torch.equal(up, true["blocks.0.up.weight"]) and isinstance(down, ShardedParameter)
-        with zero.GatheredParameters([up], modifier_rank=0), torch.no_grad():
-            up.zero_()
-    with zero.GatheredParameters([up]):
-        assert up.eq(0).all()
-    engine.reshard()
-    assert isinstance(up, ShardedParameter) and engine.residency.live == 0
-
-
-def test_single_parameters_are_gathered_by_themselves():
-    run_on(2, single_parameters)

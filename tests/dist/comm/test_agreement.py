@@ -4,6 +4,7 @@ and both values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, loss_of, start
-from tests.processes import Done, fork_ranks, run_on
+from tests.processes import Done, fork_ranks, on_ranks, run_on
 
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
 Options = dict[str, object]
@@ -49,38 +50,33 @@ def start_with(
     return start(model, ds_config(clip=clip, stage=stage), make=make)[0]
 
 
-def starting(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_difference_is_named_by_initialize(rank, world_size):
     for options, says in DIFFERENT:
         with pytest.raises(ValueError, match="the ranks disagree") as raised:
             start_with(**options if rank == 1 else {})
         assert says in str(raised.value)
 
 
-def test_a_difference_is_named_by_initialize():
-    run_on(2, starting)
-
-
-def building(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_another_width_is_named_while_the_model_is_built(rank, world_size):
     says = r"weight of a Linear: \(4, 4\) torch.float32 on rank 0, \(5, 4\) torch.float32 on rank 1"
     with pytest.raises(ValueError, match=says), zero.Init():
         torch.nn.Sequential(torch.nn.Linear(4, 4 + rank), torch.nn.Linear(4 + rank, 1))
 
 
-def test_another_width_is_named_while_the_model_is_built():
-    run_on(2, building)
-
-
-def stepping(rank: int, world_size: int, stage: int) -> str:
-    """The learning rate differs on the last rank.
-
-    The step is refused, and the weights stay as they were.
-    """
+def stepping(rank: int, world_size: int, stage: int, freezes: bool) -> str:
+    """The learning rate or what is frozen differs on the last rank, and the step is refused."""
     engine = start_with(stage=stage)
     collectives = []
     for number, batch in enumerate(toy_batches(3)):
+        if number == 2 and rank == world_size - 1:
+            if freezes:
+                engine.module.head.weight.requires_grad_(False)
+            else:
+                engine.optimizer.param_groups[0]["lr"] *= 1 + 1e-6
         engine.backward(loss_of(engine(**batch)))
         if number == 2:
-            engine.optimizer.param_groups[0]["lr"] *= 1 + 1e-6 * (rank == world_size - 1)
             with pytest.raises(ValueError, match="the ranks disagree") as raised:
                 engine.step()
         else:
@@ -92,10 +88,17 @@ def stepping(rank: int, world_size: int, stage: int) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 3), (3, 2)])
-def test_another_learning_rate_is_named_before_the_update(stage, world_size):
-    for message in run_on(world_size, stepping, stage):
-        assert f"param group 0, lr: 0.1 on rank 0, 0.1000001 on rank {world_size - 1}" in message
+LR = "param group 0, lr: 0.1 on rank 0, 0.1000001"
+FROZEN = "frozen parameters: none on rank 0, head.weight"
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "says"),
+    [(0, 2, LR), (2, 3, LR), (3, 2, LR), (0, 2, FROZEN), (3, 3, FROZEN)],
+)
+def test_another_learning_rate_or_frozen_parameter_is_named(stage, world_size, says):
+    for message in run_on(world_size, stepping, stage, says is FROZEN):
+        assert f"{says} on rank {world_size - 1}" in message
 
 
 class Scaled(torch.nn.Linear):
@@ -112,7 +115,9 @@ class Scaled(torch.nn.Linear):
         return super().forward(x) * self.scale
 
 
-def training_with_an_empty_shard(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_a_rank_without_a_part_of_a_group_agrees(rank, world_size, stage):
     model = Scaled()
     groups = [{"params": [model.weight, model.bias]}, {"params": [model.scale]}]
     config = ds_config(stage=stage, stage3_param_persistence_threshold=0)
@@ -121,11 +126,6 @@ def training_with_an_empty_shard(rank: int, world_size: int, stage: int) -> None
         engine.backward(engine(torch.ones(2, 4)).square().mean())
         engine.step()
     assert engine.was_step_applied()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_rank_without_a_part_of_a_group_agrees(stage):
-    run_on(2, training_with_an_empty_shard, stage)
 
 
 HEADER = """
@@ -167,7 +167,7 @@ def test_a_rank_that_died_before_the_first_save_is_noticed(tmp_path):
 
 
 LONE_SAVE = """
-watchdog.APART = 0.5
+watchdog.APART, zero.comm.control.LONE = 0.5, 0.1
 engine = start_with()
 if engine.global_rank == 0:
     if sys.argv[1] == "late":
@@ -191,6 +191,7 @@ def test_a_job_ends_soon_in_which_rank_0_saves_alone(others, tmp_path):
     place = "group" if others == "train" else "torch.distributed.barrier"
     assert "rank 0 at saving a checkpoint" in early and f"rank 1 at {place}" in early
     assert "rank 0 has waited" in last and "must save, load" in last
+    assert re.search("saving a checkpoint to .*saved: rank 0 has been waiting", early), early
 
 
 def test_a_rank_that_does_something_else_is_waited_for(tmp_path):

@@ -25,12 +25,11 @@ from tests.dist.training import (
     train_zero,
     weights_of,
 )
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.build import make_training_comm
 from zero.comm.communicator import communicator
 from zero.comm.quantized import (
     BLOCK,
-    SCALE_BYTES,
     CompressedCommunicator,
     decode,
     encode,
@@ -116,12 +115,6 @@ def test_a_value_that_is_not_finite_is_still_noticed(bits, bad):
 def test_16_bit_values_are_rounded_once_more_only():
     values = torch.randn(4 * BLOCK).bfloat16()
     assert torch.equal(coded(values, 8), coded(values.float(), 8).bfloat16())
-
-
-@pytest.mark.parametrize(("bits", "bytes_of_block"), [(8, BLOCK), (4, BLOCK // 2)])
-def test_a_message_takes_a_byte_or_half_a_byte_for_a_value_and_its_scales(bits, bytes_of_block):
-    """That ranks send no more is in `tests/dist/tools/test_estimate.py`."""
-    assert message_bytes(5 * BLOCK, bits) == 5 * (bytes_of_block + SCALE_BYTES)
 
 
 # -- messages between ranks
@@ -285,19 +278,16 @@ def test_ranks_of_a_machine_sum_before_they_send_to_other_machines(bits):
         assert sent == {near: 2 * slices, other_machine: slices}
 
 
-def compressed_gathers(rank: int, world_size: int) -> dict[str, bool]:
+@on_ranks(2)
+def test_frozen_weights_alone_can_be_compressed(rank, world_size):
     """Which groups' values are rounded while they are in use."""
     frozen = model()
     frozen.layers[1].requires_grad_(False)
     engine, _ = start(frozen, ds_config(**WHOLE, zero_quantized_nontrainable_weights=True))
     exact = weights_of(model().layers)
-    return {name: not torch.equal(seen, exact[name]) for name, seen in looked_at(engine).items()}
-
-
-def test_frozen_weights_alone_can_be_compressed():
-    assert run_on(2, compressed_gathers) == 2 * [
-        {"0.weight": False, "1.weight": True, "2.weight": False}
-    ]
+    assert {
+        name: not torch.equal(seen, exact[name]) for name, seen in looked_at(engine).items()
+    } == {"0.weight": False, "1.weight": True, "2.weight": False}
 
 
 # -- training

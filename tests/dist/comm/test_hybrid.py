@@ -1,87 +1,27 @@
-"""Hybrid sharding beside training: checkpoints between any two ways to shard, single values,
-meshes, mistakes.
+"""Groups of ranks: single values, meshes and mistakes of hybrid sharding, and a default group that
+is a Python subclass.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero
-from tests.dist.checkpoint.test_checkpoint import (
-    OTHER_CUTS,
-    STEPS,
-    assert_same_tensors,
-    load_train,
-    stored,
-    train_save_train,
-)
 from tests.dist.toys import Toy, toy, toy_batches
-from tests.dist.training import adamw, curve_on, ds_config, relative, split, start, train_zero
-from tests.parity.models import batches, build
-from tests.parity.test_whole_tensor import MAKE
-from tests.processes import run_on
-from tests.tolerance import rounding
+from tests.dist.training import adamw, assert_gradients, ds_config, split, start, step
+from tests.processes import on_ranks, run_on
+from zero.comm import world
 from zero.core.param_group import owning_group
 from zero.errors import UsageError
 from zero.fragments import (
     safe_get_full_fp32_param,
-    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
 )
-
-
-# (ranks, section) of the writer and of the reader.
-@pytest.mark.parametrize(
-    "writer, reader",
-    [
-        ((4, {"mics_shard_size": 2}), (2, {})),
-        ((2, {"stage": 2}), (4, {"mics_shard_size": 2})),
-        ((4, {"mics_shard_size": 2, "stage": 1}), (2, {"mics_shard_size": 1})),
-        ((2, {"mics_shard_size": 1}), (4, {"zero_hpz_partition_size": 2})),
-    ],
-    ids=str,
-)
-def test_checkpoints_hold_the_same_state_however_the_ranks_are_grouped(writer, reader, tmp_path):
-    (written, section), (read, other) = writer, reader
-    config, others = ds_config(clip=1.0, **section), ds_config(clip=1.0, **OTHER_CUTS | other)
-    straight = curve_on(written, train_save_train, "llama", config, str(tmp_path))
-    resumed = curve_on(read, load_train, "llama", others, str(tmp_path))
-    assert_same_tensors(stored(tmp_path / f"again{read}"), stored(tmp_path))
-    close = rounding(torch.float32, 1000, STEPS)
-    assert relative(resumed.mean_losses(), straight.mean_losses()) <= close
-    for folder in (tmp_path, tmp_path / f"again{read}"):
-        manifest = json.loads((folder / f"global_step{STEPS}" / "checkpoint.json").read_text())
-        for key, entry in manifest["tensors"].items():
-            numel = sum(numel for _, numel, *_ in entry["slices"])
-            assert numel == entry["numel"], f"{key} is written once"
-
-
-def whole_tensors(
-    rank: int, world_size: int, folder: str, section: dict[str, Any], save: bool
-) -> None:
-    """Train and save with an optimizer whose state has tensors of other shapes, or load that and
-    save it again.
-    """
-    engine, _ = start(build("llama"), ds_config(**section), make=MAKE["torch's Adafactor"])
-    if save:
-        train_zero(engine, batches("llama", 1))
-    else:
-        engine.load_checkpoint(folder)
-    engine.save_checkpoint(folder if save else Path(folder) / "again")
-
-
-def test_whole_tensors_of_an_optimizer_are_stored_once_and_load_in_other_groups(tmp_path):
-    run_on(4, whole_tensors, str(tmp_path), {"mics_shard_size": 2}, True)
-    run_on(2, whole_tensors, str(tmp_path), {"mics_shard_size": 1, "stage": 1}, False)
-    assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
 
 
 def single_values(rank: int, world_size: int, folder: str) -> int:
@@ -100,11 +40,11 @@ def single_values(rank: int, world_size: int, folder: str) -> int:
     for part in parts:
         (plain(**part) / world_size).backward()
     engine.backward(engine(**parts[rank]))
+    assert_gradients(engine.module, plain, 1, 100)
     for (name, param), own in zip(
         plain.named_parameters(), engine.module.parameters(), strict=True
     ):
         assert torch.equal(safe_get_full_fp32_param(own), param), name
-        torch.testing.assert_close(safe_get_full_grad(own), param.grad, rtol=1e-5, atol=1e-8)
         with zero.GatheredParameters([own]):
             assert torch.equal(own, param), name
     adamw([{"params": plain.parameters()}]).step()
@@ -131,7 +71,8 @@ def test_whole_values_of_single_parameters_on_a_mesh(tmp_path):
     assert (load_file(tmp_path / "model.safetensors")["head.weight"] == 2).all()
 
 
-def mistakes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_mistakes_are_named_before_anything_is_done(rank, world_size):
     one = (world_size,)
     cp, shard = (
         init_device_mesh("cpu", one, mesh_dim_names=(name,)) for name in ("cp", "dp_shard")
@@ -153,11 +94,8 @@ def mistakes(rank: int, world_size: int) -> None:
         zero.Init(config_dict_or_path=ds_config(mics_shard_size=5))
 
 
-def test_mistakes_are_named_before_anything_is_done():
-    run_on(2, mistakes)
-
-
-def rounded_for_use(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_values_that_are_read_are_exact_beside_rounded_second_shards(rank, world_size):
     """Weights travel as codes, and the second shard holds them rounded.
 
     Who reads them gets the exact ones.
@@ -178,5 +116,54 @@ def rounded_for_use(rank: int, world_size: int) -> None:
         engine.step()
 
 
-def test_values_that_are_read_are_exact_beside_rounded_second_shards():
-    run_on(4, rounded_for_use)
+# -- a default process group in Python, as torchft's are: the engine trains beside it
+
+
+class PythonGroup(dist.ProcessGroup):
+    """Sends what it is given through gloo.
+
+    It names no device, and has no options: torch asks a group in C++ for both."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int):
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, world.default_timeout())
+
+    def allreduce(self, tensors, options):
+        return self._gloo.allreduce(tensors, options)
+
+    def broadcast(self, tensors, options):
+        return self._gloo.broadcast(tensors, options)
+
+    def allgather(self, outputs, inputs, options):
+        return self._gloo.allgather(outputs, inputs, options)
+
+    def barrier(self, opts):
+        return self._gloo.barrier(opts)
+
+    def getBackendName(self):  # noqa: N802 (torch's name)
+        return "in_python"
+
+
+def _make(store: dist.Store, rank: int, size: int, timeout: object) -> dist.ProcessGroup:
+    return PythonGroup(store, rank, size)
+
+
+def _train(rank: int, world_size: int, in_python: bool, stage: int) -> list[float]:
+    if in_python:
+        store = dist.distributed_c10d._get_default_store()
+        dist.barrier()  # the other rank may still be connecting, which fails if this one leaves
+        dist.destroy_process_group()
+        dist.Backend.register_backend("in_python", _make, devices=["cpu"])
+        dist.init_process_group(
+            "in_python", store=dist.PrefixStore("again", store), rank=rank, world_size=world_size
+        )
+        assert isinstance(dist.group.WORLD, PythonGroup)
+    config = ds_config(clip=1.0, stage=stage, stage3_param_persistence_threshold=0)
+    engine, _ = start(toy(), config)
+    return step(engine, [split(batch, world_size)[rank] for batch in toy_batches(3)])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_engine_trains_beside_a_default_group_in_python(stage: int) -> None:
+    expected = run_on(2, _train, False, stage)
+    assert run_on(2, _train, True, stage) == expected

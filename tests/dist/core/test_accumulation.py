@@ -11,7 +11,7 @@ from torch import nn
 
 import zero
 from tests.dist.training import assert_close_to, noise, sgd_engine
-from tests.processes import run_on
+from tests.processes import on_ranks
 from zero.errors import UsageError
 
 WIDTH, ROWS, STEPS = 8, 4, [2, 4, 1]
@@ -44,7 +44,9 @@ def expected(world_size: int) -> nn.Module:
     return plain
 
 
-def unmanaged(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_step_of_the_script_ends_the_accumulation(rank, world_size, stage):
     engine = engine_of(stage, managed_gradient_accumulation=False, gradient_accumulation_steps=4)
     for step, parts in enumerate(STEPS):
         for part in range(parts):
@@ -63,12 +65,9 @@ def unmanaged(rank: int, world_size: int, stage: int) -> None:
         pass
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_step_of_the_script_ends_the_accumulation(stage):
-    run_on(2, unmanaged, stage)
-
-
-def coalesced(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_gradients_of_several_backwards_are_reduced_together(rank, world_size, stage):
     engine = engine_of(stage)
     for step, parts in enumerate(STEPS):
         with engine.coalesce_grad_reduction():
@@ -81,11 +80,8 @@ def coalesced(rank: int, world_size: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_of_several_backwards_are_reduced_together(stage):
-    run_on(2, coalesced, stage)
-
-
-def read_between(rank: int, world_size: int, stage: int) -> None:
+@on_ranks(2)
+def test_a_gradient_can_be_read_between_coalesced_and_other_backwards(rank, world_size, stage):
     """Read a gradient after two backwards that were coalesced, and a third one; one more is to
     come.
     """
@@ -102,16 +98,8 @@ def read_between(rank: int, world_size: int, stage: int) -> None:
     torch.testing.assert_close(found, plain[0].weight.grad)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_gradient_can_be_read_between_coalesced_and_other_backwards(stage):
-    run_on(2, read_between, stage)
-
-
-def test_what_coalescing_does_not_go_with():
-    run_on(1, refused)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_what_coalescing_does_not_go_with(rank, world_size):
     engine = engine_of(1)
     with engine.coalesce_grad_reduction(), pytest.raises(UsageError, match="no_sync"):
         engine.step()

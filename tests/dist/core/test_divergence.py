@@ -46,7 +46,6 @@ SCRIPTS: dict[str, Script] = {
         *(TRAIN, TRAIN, ("forward raises", 2), TRAIN, TRAIN, ("backward raises", 1), TRAIN, TRAIN),
         *(("eval raises", 0), ("eval", ()), TRAIN, TRAIN),
     ],
-    "twice": [TRAIN, TRAIN, ("two forwards", ()), TRAIN, ("same graph", ()), TRAIN] * 2,
 }
 # Each script runs under all settings. It also runs with each kind of checkpointing, under one of
 # the settings.
@@ -86,11 +85,11 @@ class Player:
         parts = split(batch, 2)
         return parts if self.engine is None else [parts[self.engine.comm.rank]]
 
-    def backward(self, loss: torch.Tensor, **options: bool) -> None:
+    def backward(self, loss: torch.Tensor) -> None:
         if self.engine is None:
-            (loss / 2).backward(**options)
+            (loss / 2).backward()
         else:
-            self.engine.backward(loss, **options)
+            self.engine.backward(loss)
 
     def update(self) -> list[float]:
         if self.engine is not None:
@@ -114,18 +113,12 @@ class Player:
                 found = [self.run(**part).item() for part in self.slices(batch)]
             self.run.train()
             return found
-        losses = []
-        for part in self.slices(batch):
-            losses.append(self.run(**part))
-            if action == "two forwards":
-                losses[-1] = losses[-1] + self.run(x=part["y"], y=part["x"])
+        losses = [self.run(**part) for part in self.slices(batch)]
         found = [loss.item() for loss in losses]
         if action == "forward":
             return found
-        for last in (False, True) if action == "same graph" else (True,):
-            # The engine adds gradients in this order: all ranks, then all ranks again.
-            for loss in losses:
-                self.backward(loss, retain_graph=not last)
+        for loss in losses:
+            self.backward(loss)
         return found + self.update()
 
     def failing(self, kind: str, block: int, batch: dict) -> list[float]:
@@ -186,9 +179,3 @@ def test_other_paths(script, checkpointing, settings):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_exceptions_within_a_pass(tied, settings):
     assert_same_script("failed", None, tied, SETTINGS[settings])
-
-
-@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_several_forwards_or_backwards_in_one_step(tied, checkpointing):
-    assert_same_script("twice", checkpointing, tied, SETTINGS["tight"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,12 +18,11 @@ from tests.dist.training import (
     curve_on,
     ds_config,
     start,
-    step,
     train_in_slices,
     train_zero,
 )
 from tests.parity import models
-from tests.processes import run_on
+from tests.processes import on_ranks
 from zero.core.param_group import owning_group
 from zero.errors import UsageError
 
@@ -66,21 +64,6 @@ def test_a_model_built_under_init_trains_as_rank_0s_plain_one(world_size, tied):
         assert_same_weights(found.weights, expected.weights)
 
 
-def kept(rank: int, world_size: int) -> list[bool]:
-    model = toy()
-    model.requires_grad_(False)
-    next(model.parameters()).requires_grad_()
-    config = ds_config(bf16={"enabled": True})
-    engine, *_ = zero.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
-    )
-    return [group.initial_master is not None for group in engine.groups]
-
-
-def test_no_fp32_values_are_kept_of_frozen_parameters_or_beside_masters():
-    assert not any(run_on(1, kept)[0])
-
-
 class Watch:
     """Measures the memory of all parameters each time a module is assigned to its parent, before
     `Init` sees that.
@@ -99,7 +82,8 @@ class Watch:
         return bytes_of(param for module in alive for param in module.parameters()) // 4
 
 
-def building(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_no_rank_holds_more_than_its_shards_and_the_module_being_built(rank, world_size):
     watch, total = Watch(), sum(param.numel() for param in toy().parameters())
     handle = register_module_module_registration_hook(watch)
     model = built(3)
@@ -110,32 +94,23 @@ def building(rank: int, world_size: int) -> None:
     assert total / 2 <= shards <= 0.6 * total
 
 
-def test_no_rank_holds_more_than_its_shards_and_the_module_being_built():
-    run_on(2, building)
-
-
-def dtypes(rank: int, world_size: int) -> list[set[torch.dtype]]:
+@on_ranks(2)
+def test_dtype_is_the_arguments_or_the_configurations_or_the_one_built(rank, world_size):
     bf16 = {"bf16": {"enabled": True}}
-    models = [
-        built(0),
-        built(0, dtype=torch.bfloat16),
-        built(0, config=ds_config(**bf16)),
-        built(0, config_dict_or_path=ds_config(**bf16), dtype=torch.float16),
-    ]
-    found = []
-    for model in models:
-        found.append({param.dtype for param in model.parameters()})
+    for dtype, options in (
+        (torch.float32, {}),
+        (torch.bfloat16, {"dtype": torch.bfloat16}),
+        (torch.bfloat16, {"config": ds_config(**bf16)}),
+        (torch.float16, {"config_dict_or_path": ds_config(**bf16), "dtype": torch.float16}),
+    ):
+        model = built(0, **options)
+        assert {param.dtype for param in model.parameters()} == {dtype}
         with zero.GatheredParameters(model.parameters()):
-            found[-1] |= {param.dtype for param in model.parameters()}
-    return found
+            assert {param.dtype for param in model.parameters()} == {dtype}
 
 
-def test_dtype_is_the_arguments_or_the_configurations_or_the_one_built():
-    expected = [torch.float32, torch.bfloat16, torch.bfloat16, torch.float16]
-    assert run_on(2, dtypes)[0] == [{dtype} for dtype in expected]
-
-
-def nesting(rank: int, world_size: int) -> list[int]:
+@on_ranks(2)
+def test_init_ends_where_its_context_ends(rank, world_size):
     """Count sharded parameters of modules made inside of an inner `Init`, after it, after both, and
     when disabled.
     """
@@ -154,67 +129,25 @@ def nesting(rank: int, world_size: int) -> list[int]:
         raise KeyError("in the middle of a model")
     after_error = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     modules = (inner, between, outside, disabled, built_before, after_error)
-    return [
+    assert [
         sum(owning_group(param) is not None for param in module.parameters()) for module in modules
-    ]
+    ] == [2, 2, 0, 0, 2, 0]
 
 
-def test_init_ends_where_its_context_ends():
-    assert run_on(2, nesting) == [[2, 2, 0, 0, 2, 0]] * 2
-
-
-def on_meta_elsewhere(rank: int, world_size: int) -> str:
-    with pytest.raises(UsageError) as error, zero.Init():
+@on_ranks(2, timeout=60.0)
+def test_a_module_on_meta_on_one_rank_is_an_error_of_all(rank, world_size):
+    with pytest.raises(UsageError, match="(?s)weight of a Linear.*meta on rank 1"), zero.Init():
         nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta" if rank else "cpu"))
-    return str(error.value)
 
 
-def test_a_module_on_meta_on_one_rank_is_an_error_of_all():
-    first, second = run_on(2, on_meta_elsewhere, timeout=60.0)
-    assert first == second and "weight of a Linear" in first and "meta on rank 1" in first
-
-
-def writes(rank: int, world_size: int) -> float:
-    config = ds_config(stage3_param_persistence_threshold=0)
-    with zero.Init(config_dict_or_path=config):
-        model = toy()
-    engine, _ = start(model, config)
-    weight = model.head.weight
-    for write in (
-        lambda: weight.data.add_(1.0),
-        lambda: weight.data.zero_(),
-        lambda: weight.detach()[0].fill_(1.0),
-        lambda: weight.zero_(),
-        lambda: weight.copy_(torch.zeros(WIDTH, WIDTH)),
-        lambda: weight.__setitem__(0, 1.0),
-        lambda: weight.__iadd__(1.0),
-        lambda: torch.add(torch.ones(WIDTH, WIDTH), 1, out=weight),
-        lambda: torch.nn.init.normal_(weight),
-        lambda: torch.nn.init.zeros_(weight),
-        lambda: torch.nn.init.constant_(weight, 3.0),
-    ):
-        says = "would write to the values of parameter .*head.weight.*modifier_rank=0"
-        with torch.no_grad(), pytest.raises(UsageError, match=says):
-            write()
-    step(engine, toy_batches(1))
-    return engine.get_global_grad_norm()
-
-
-def test_sharded_parameters_refuse_writes():
-    assert min(run_on(2, writes)) > 0
-
-
-def runs_without_an_engine(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_of_init_that_has_no_engine_says_what_it_needs(rank, world_size):
     with zero.Init(config=ds_config()):
         model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
     with pytest.raises(UsageError, match="give it to zero.initialize, a frozen one without an opt"):
         model(torch.ones(1, 64))
     with pytest.raises(UsageError, match="mpu"):
         zero.Init(mpu="a group")
-
-
-def test_a_model_of_init_that_has_no_engine_says_what_it_needs():
-    run_on(2, runs_without_an_engine)
 
 
 class DrawsIntoData(nn.Module):
@@ -229,26 +162,18 @@ class DrawsIntoData(nn.Module):
         self.linear.bias.data.zero_()
 
 
-def drawn(rank: int, world_size: int, make: Callable[[], nn.Module]) -> tuple[list[str], bool]:
-    """Return which parameters of a model built under `Init` differ from one built without, and
-    whether rows differ.
-
-    The constructor of the whole model draws the weights. All of them are sharded by then."""
+@pytest.mark.parametrize("make", [models.t5, DrawsIntoData])
+@on_ranks(2)
+def test_weights_drawn_after_sharding_are_rank_0s(rank, world_size, make):
+    """The constructor of the whole model draws the weights. All of them are sharded by then."""
     torch.manual_seed(20 + rank)
     with zero.Init():
         model = make()
     torch.manual_seed(20)
     true = make().state_dict()
     with zero.GatheredParameters(model.parameters()):
-        unlike = [
-            name for name, value in model.state_dict().items() if not torch.equal(value, true[name])
-        ]
-        return unlike, bool(model.shared.weight.std() > 0.5)
-
-
-@pytest.mark.parametrize("make", [models.t5, DrawsIntoData])
-def test_weights_drawn_after_sharding_are_rank_0s(make):
-    assert run_on(2, drawn, make) == [([], True)] * 2
+        assert_same_weights(model.state_dict(), true)
+        assert model.shared.weight.std() > 0.5
 
 
 def loaded_in_init(rank: int, world_size: int) -> Curve:

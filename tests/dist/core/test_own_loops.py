@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 import zero
-from tests.dist.training import sgd_engine
-from tests.processes import run_on
+from tests.dist.toys import messages
+from tests.dist.training import assert_gradients, sgd_engine
+from tests.processes import on_ranks, run_on
 from tests.tolerance import assert_close
 from zero import fragments
 from zero.errors import UsageError
@@ -73,18 +76,9 @@ def tokens(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, 16, (2, ROWS), generator=generator).unbind()
 
 
-def follows(engine: zero.ZeroEngine, reference: nn.Module, world_size: int) -> None:
-    """Assert that the engine's gradients are those of `reference`, whose losses were summed over
-    ranks.
-    """
-    for (name, param), expected in zip(
-        engine.module.named_parameters(), reference.parameters(), strict=True
-    ):
-        found = fragments.safe_get_full_grad(param)
-        assert_close(found, expected.grad / world_size, TERMS, what=name)
-
-
-def user_backward(rank: int, world_size: int, stage: int) -> int:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_loss_backward_of_the_script(rank, world_size, stage):
     """Call `loss.backward()` with accumulation. The reference gets the batches of all ranks."""
     engine, reference = engine_of(build(Tied), stage, gradient_accumulation_steps=2), build(Tied)
     for step in range(3):
@@ -93,21 +87,17 @@ def user_backward(rank: int, world_size: int, stage: int) -> int:
             for part in range(world_size):
                 (reference(*tokens(step, 2 * part + micro)) / 2).backward()
             if engine.is_gradient_accumulation_boundary():
-                follows(engine, reference, world_size)
+                assert_gradients(engine.module, reference, world_size, TERMS)
             engine.step()
         with torch.no_grad():
             for param in reference.parameters():
                 param -= LR * param.grad / world_size
                 param.grad = None
-    return engine.residency.live
+    assert engine.residency.live == 0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_loss_backward_of_the_script(stage):
-    assert run_on(2, user_backward, stage) == [0, 0]
-
-
-def two_engines(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_two_engines_under_one_loss(rank, world_size):
     """Sum the losses of two engines. One engine runs backward, and each gets its own gradients."""
     engines = [engine_of(build(Tied), gradient_accumulation_steps=2) for _ in range(2)]
     references = [build(Tied) for _ in range(2)]
@@ -115,28 +105,26 @@ def two_engines(rank: int, world_size: int) -> None:
     for part in range(world_size):
         ((references[0](*tokens(0, part)) + 5 * references[1](*tokens(1, part))) / 2).backward()
     for engine, reference in zip(engines, references, strict=True):
-        follows(engine, reference, world_size)
+        assert_gradients(engine.module, reference, world_size, TERMS)
+        refused = pytest.raises(UsageError, match="incompatible with zero_optimization.stage 3")
+        with refused, engine.no_sync():
+            pass
 
 
-def test_two_engines_under_one_loss():
-    run_on(2, two_engines)
-
-
-def no_sync(rank: int, world_size: int, stage: int) -> str:
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(2)
+def test_no_sync_where_ranks_keep_whole_gradients(rank, world_size, stage):
     """Another backward follows; in the second step, none does."""
     engine, reference = engine_of(build(Tied), stage), build(Tied)
-    try:
-        with engine.no_sync():
-            engine.backward(engine(*tokens(0, rank)))
-            with pytest.raises(ValueError, match="no_sync"):
-                engine.step()
-    except UsageError as error:
-        return str(error)
+    with engine.no_sync():
+        engine.backward(engine(*tokens(0, rank)))
+        with pytest.raises(ValueError, match="no_sync"):
+            engine.step()
     assert engine.comm.calls["reduce_scatter"] == 0
     engine.backward(engine(*tokens(1, rank)))
     for part in range(world_size):
         (reference(*tokens(0, part)) + reference(*tokens(1, part))).backward()
-    follows(engine, reference, world_size)
+    assert_gradients(engine.module, reference, world_size, TERMS)
     engine.zero_grad()
     weight, before = engine.module.layer.weight, reference.layer.weight.detach()
     with engine.no_sync():
@@ -147,15 +135,11 @@ def no_sync(rank: int, world_size: int, stage: int) -> str:
         (reference(*tokens(0, part)) / world_size).backward()
     expected = before - LR * reference.layer.weight.grad
     assert_close(fragments.safe_get_full_fp32_param(weight), expected, TERMS)
-    return ""
 
 
-def test_no_sync_where_ranks_keep_whole_gradients():
-    assert [run_on(2, no_sync, stage)[0] for stage in (0, 1)] == ["", ""]
-    assert "incompatible with zero_optimization.stage 3" in run_on(2, no_sync, 3)[0]
-
-
-def fragments_of(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_fragments_are_read_and_written(rank, world_size, stage):
     """Values that are written can be read back, match the local parts, and are used by the
     optimizer.
     """
@@ -192,11 +176,6 @@ def fragments_of(rank: int, world_size: int, stage: int) -> None:
         fragments.safe_set_full_fp32_param(weight, torch.ones(3))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_fragments_are_read_and_written(stage):
-    run_on(2, fragments_of, stage)
-
-
 class Sum(nn.Module):
     """Three groups. Each has one parameter of 5 elements, which two ranks cannot divide evenly."""
 
@@ -210,7 +189,8 @@ class Sum(nn.Module):
         return sum(part(x) * (number + 1) for number, part in enumerate(self.parts)).mul(x).sum()
 
 
-def parts_of_a_parameter(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parts_of_a_parameter_that_is_a_group_by_itself(rank, world_size):
     """`ds_tensor` is this rank's part of a parameter.
 
     Its gradient has that shape. The norm of all is that of the step.
@@ -239,5 +219,134 @@ def parts_of_a_parameter(rank: int, world_size: int) -> None:
     assert torch.equal(fragments.safe_get_full_fp32_param(values[0]), torch.arange(5.0))
 
 
-def test_parts_of_a_parameter_that_is_a_group_by_itself():
-    run_on(2, parts_of_a_parameter)
+# -- scripts that work on `.grad` themselves, which has no effect: they are told once
+
+
+def clips_norm(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def clamps_the_largest(model: nn.Module) -> None:
+    param = max(model.parameters(), key=torch.Tensor.numel)
+    if param.grad is not None:
+        param.grad.view(-1).clamp_(min=0.1)
+
+
+def replaces(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+
+
+def clears(model: nn.Module) -> None:
+    model.to("cpu")
+    for param in model.parameters():
+        assert param.grad is None or param.grad.shape == param.shape
+    model.zero_grad(set_to_none=False)
+    model.zero_grad()
+
+
+def nothing(model: nn.Module) -> None: ...
+
+
+def train(
+    rank: int, world_size: int, stage: int, work: Callable[[nn.Module], None], every: int = 1
+) -> tuple[list[torch.Tensor], list[str]]:
+    told = messages()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    engine = sgd_engine(model, stage=stage, accumulation=2)
+    generator = torch.Generator().manual_seed(rank)
+    for micro in range(2 * 3):
+        engine.backward(engine(torch.randn(3, 4, generator=generator)).square().mean())
+        if micro % every == every - 1:
+            work(model)
+        engine.step()
+        assert all(param.grad is None for param in model.parameters()) or engine.global_steps == 0
+    with zero.GatheredParameters(model.parameters()):
+        weights = [param.detach().clone() for param in model.parameters()]
+    return weights, [text for text in told if "has no effect" in text]
+
+
+# Each in a process of its own, which is told once.
+@pytest.mark.parametrize("work", [clips_norm, clamps_the_largest, replaces, clears])
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_work_on_gradients_is_told_once_and_has_no_effect(rank, world_size, stage, work):
+    (expected, nothing_said), (weights, texts) = [
+        train(rank, world_size, stage, each) for each in (nothing, work)
+    ]
+    assert all(map(torch.equal, weights, expected)) and nothing_said == []
+    if work is clears:
+        assert texts == []
+    else:
+        (text,) = texts
+        assert "`gradient_clipping` in the configuration" in text
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_work_at_the_end_of_a_step_is_told(every):
+    """Not in the first micro-batch, and not in the first step."""
+    for _, texts in run_on(2, train, 3, clips_norm, every):
+        assert len(texts) == 1
+
+
+def hooked(rank: int, world_size: int, steps: int) -> list[str]:
+    told = messages()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    model[1].weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(0.1))
+    sgd_engine(model, accumulation=steps)
+    return [text for text in told if "register_post_accumulate_grad_hook" in text]
+
+
+def test_a_hook_that_sees_no_sum_is_named():
+    assert run_on(1, hooked, 1) == [[]]
+    (texts,) = run_on(1, hooked, 3)
+    assert len(texts) == 1 and texts[0].startswith("1.weight")
+
+
+# -- a script that cuts the graph in two, and carries the gradient over the cut itself
+
+
+CUT_WIDTH, CUTS, RATE = 4, 2, 0.1
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(CUT_WIDTH, CUT_WIDTH), nn.Linear(CUT_WIDTH, CUT_WIDTH))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("by_engine", [False, True])
+@on_ranks(2)
+def test_gradients_carried_by_the_script(rank, world_size, stage, by_engine):
+    """They are those of plain torch if the script runs all backwards.
+
+    After `engine.backward` they are divided by the accumulation twice, which a warning tells once.
+    """
+    trained, reference = model(), model()
+    engine = sgd_engine(trained, RATE, stage=stage, accumulation=CUTS)
+    warnings = messages()
+    inputs = torch.randn(CUTS, world_size, 3, CUT_WIDTH)
+    for part in inputs:
+        hidden = trained[0](part[rank])
+        given = hidden.detach().requires_grad_()
+        loss = trained[1](given).square().mean()
+        if by_engine:
+            engine.backward(loss)
+        else:
+            engine.scale(loss).backward()
+        hidden.backward(given.grad)
+        engine.step()
+    losses = [reference(x).square().mean() for x in inputs.flatten(0, 1)]
+    (sum(losses) / len(losses)).backward()
+    with zero.GatheredParameters(trained.parameters()):
+        for (name, param), plain in zip(
+            trained.named_parameters(), reference.parameters(), strict=True
+        ):
+            first_layer = name.startswith("0.")
+            factor = 1 / CUTS if by_engine and first_layer else 1.0
+            expected = plain.detach() - RATE * factor * plain.grad
+            assert_close(param.detach(), expected, 100, 2, name)
+    told = [warning for warning in warnings if "twice" in warning and "engine.scale" in warning]
+    assert len(told) == by_engine, warnings

@@ -14,7 +14,7 @@ from torch import nn
 
 import zero
 from tests.dist.training import ds_config
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.core.param_group import owning_group
 from zero.core.quantized_weights import quantized_tensors
 from zero.core.sharded_param import PlaceholderView, ShardedParameter, local
@@ -226,7 +226,8 @@ def test_bits_survive_groups_of_ranks(section):
         assert held == whole // (2 if "mics_shard_size" in section else 4)
 
 
-def sharded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_while_they_are_sharded(rank, world_size):
     model, engine = start(config())
     codes, carried, aliased, buffered = (layer.base for layer in model.layers)
     for name, read in {
@@ -268,11 +269,9 @@ def sharded(rank: int, world_size: int) -> None:
         assert local(codes.weight).stride() == (1, WIDTH)
 
 
-def test_while_they_are_sharded():
-    run_on(2, sharded)
-
-
-def written(rank: int, world_size: int, in_place: bool) -> str:
+@pytest.mark.parametrize("in_place", [True, False])
+@on_ranks(2)
+def test_a_forward_that_writes_to_them_is_refused_by_name(rank, world_size, in_place):
     model, engine = start(config())
 
     def write(module: nn.Module, args: object) -> None:
@@ -286,25 +285,20 @@ def written(rank: int, world_size: int, in_place: bool) -> str:
     Layer.pairs = property(lambda self: [])
     with pytest.raises(UsageError) as error:
         steps(engine)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_forward_that_writes_to_them_is_refused_by_name(in_place):
     name = "scales" if in_place else "qweight"
-    for message in run_on(2, written, in_place):
-        assert f"layers.3.base.{name}" in message and "stage3_shard_buffers" in message
+    message = str(error.value)
+    assert f"layers.3.base.{name}" in message and "stage3_shard_buffers" in message
 
 
-def other_buffers(rank: int, world_size: int, shard: bool | None) -> list[bool]:
+@pytest.mark.parametrize("shard", [None, True, False])
+@on_ranks(2)
+def test_buffers_of_other_models_are_sharded_if_asked_for(rank, world_size, shard):
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].register_buffer("table", torch.arange(1024.0))
     model[0].register_buffer("tiny", torch.ones(4))
     settings = config(stage3_shard_buffers=shard)
     zero.initialize(model=model, model_parameters=model.parameters(), config=settings)
-    return [owning_group(buffer) is not None for buffer in model.buffers()]
-
-
-@pytest.mark.parametrize("shard", [None, True, False])
-def test_buffers_of_other_models_are_sharded_if_asked_for(shard):
-    assert run_on(2, other_buffers, shard) == [[shard is True, False]] * 2
+    assert [owning_group(buffer) is not None for buffer in model.buffers()] == [
+        shard is True,
+        False,
+    ]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests.dist.toys import BLOCK, after_each, toy, toy_batches
-from tests.dist.training import assert_same_weights, ds_config, start, step, train_zero
-from tests.processes import run_on
+from tests.dist.training import assert_same_weights, ds_config, sgd_engine, start, step, train_zero
+from tests.processes import on_ranks, run_on
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
 from zero.core.reduction import GradientReducer
@@ -130,10 +130,25 @@ def test_contiguous_gradients_are_copied_before_the_group_has_all():
     assert_same_weights(others, weights)
 
 
-def exchanged(rank: int, world_size: int, settings: dict) -> set[torch.dtype]:
+IN_BF16 = {"bf16": {"enabled": True}}
+SUMS = IN_BF16 | {"stage": 1, "accumulation": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({}, torch.float32),
+        (IN_BF16, torch.bfloat16),
+        (IN_BF16 | {"communication_data_type": "fp32"}, torch.float32),
+        ({"communication_data_type": "bf16"}, torch.bfloat16),
+        (SUMS, torch.float32),
+        (SUMS | {"communication_data_type": "bf16"}, torch.bfloat16),
+    ],
+)
+@on_ranks(2)
+def test_the_dtype_in_which_gradients_and_their_sums_travel(rank, world_size, settings, dtype):
     engine, _ = start(toy(), ds_config(**settings))
-    found = set()
-    reduce_scatter = Communicator.reduce_scatter
+    found, reduce_scatter = set(), Communicator.reduce_scatter
 
     def reduced(self, out, full, *args):
         found.add(full.dtype)
@@ -142,27 +157,13 @@ def exchanged(rank: int, world_size: int, settings: dict) -> set[torch.dtype]:
 
     with mock.patch.object(Communicator, "reduce_scatter", reduced):
         step(engine, toy_batches(engine.settings.gradient_accumulation_steps))
-    return found
+    assert found == {dtype}
 
 
-def test_gradients_travel_in_the_dtype_of_the_parameters_or_the_configured_one():
-    bf16 = {"bf16": {"enabled": True}}
-    assert run_on(2, exchanged, {})[0] == {torch.float32}
-    assert run_on(2, exchanged, bf16)[0] == {torch.bfloat16}
-    assert run_on(2, exchanged, bf16 | {"communication_data_type": "fp32"})[0] == {torch.float32}
-    assert run_on(2, exchanged, {"communication_data_type": "bf16"})[0] == {torch.bfloat16}
-
-
-def test_sums_of_micro_batches_travel_in_fp32_or_the_configured_dtype():
-    sums = {"stage": 1, "accumulation": 2, "bf16": {"enabled": True}}
-    assert run_on(2, exchanged, sums)[0] == {torch.float32}
-    assert run_on(2, exchanged, sums | {"communication_data_type": "bf16"})[0] == {torch.bfloat16}
-
-
-def sent_as_bf16(rank: int, world_size: int) -> float:
-    """Return the reduced gradient of two micro-batches, 2^-8 and 1 + 2^-8 before division by 2.
-
-    Messages are bf16.
+@on_ranks(2)
+def test_a_sum_of_micro_batches_is_rounded_once(rank, world_size):
+    """Of 2^-8 and 1 + 2^-8, before division by 2: bf16 has 1 + 2^-7, but not 1 + 2^-8, which
+    becomes 1.
     """
     model = torch.nn.Linear(world_size, 1, bias=False)
     engine, _ = start(model, ds_config(stage=1, accumulation=2, communication_data_type="bf16"))
@@ -170,12 +171,7 @@ def sent_as_bf16(rank: int, world_size: int) -> float:
         engine.backward(engine(torch.full((1, world_size), gradient)).sum())
         if gradient < 1:
             engine.step()
-    return safe_get_full_grad(model.weight)[0, 0].item()
-
-
-def test_a_sum_of_micro_batches_is_rounded_once():
-    """bf16 has 1 + 2^-7, but not 1 + 2^-8, which becomes 1."""
-    assert run_on(2, sent_as_bf16) == [(1 + 2.0**-7) / 2] * 2
+    assert safe_get_full_grad(model.weight)[0, 0].item() == (1 + 2.0**-7) / 2
 
 
 def sub_groups(rank: int, world_size: int, size: int) -> tuple[list[list[int]], list[int], dict]:
@@ -215,21 +211,24 @@ class Weighted(nn.Module):
         return (self.weight * x).sum()
 
 
-def summed(
-    rank: int, world_size: int, stage: int, name: str | None
-) -> tuple[list[float], torch.dtype]:
-    """Sum the gradients 1/2 and 2^-9: half of a bf16 ulp of 1/2. Return the sum and its dtype."""
-    config = ds_config(accumulation=2, bf16={"enabled": True}, stage=stage, **WHOLE)
-    engine, _ = start(Weighted(), config | {"data_types": {"grad_accum_dtype": name}})
-    for value in (1.0, 2.0**-8):
-        engine.backward(engine(value))
-        if value == 1.0:
-            engine.step()
-    grad = safe_get_full_grad(engine.module.weight)
-    kept = engine.optimizer.shards[engine.groups[0]].grad.dtype
-    engine.step()
-    assert engine.get_global_grad_norm() == pytest.approx(grad.norm().item())
-    return grad.unique().tolist(), kept
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks()
+def test_gradients_are_summed_in_the_configured_dtype(rank, world_size, stage):
+    """The gradients are 1/2 and 2^-9: half of a bf16 ulp of 1/2."""
+    config = ds_config(accumulation=2, stage=stage, **IN_BF16, **WHOLE)
+    wide = 0.5 + 2.0**-9, torch.float32
+    for name, expected in ((None, wide), ("fp32", wide), ("bf16", (0.5, torch.bfloat16))):
+        engine, _ = start(Weighted(), config | {"data_types": {"grad_accum_dtype": name}})
+        for value in (1.0, 2.0**-8):
+            engine.backward(engine(value))
+            if value == 1.0:
+                engine.step()
+        grad = safe_get_full_grad(engine.module.weight)
+        kept = engine.optimizer.shards[engine.groups[0]].grad.dtype
+        assert (grad.unique().item(), kept) == expected
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(grad.norm().item())
 
 
 def kept(rank: int, world_size: int, folder: str | None) -> list[tuple[list[float], torch.dtype]]:
@@ -269,9 +268,11 @@ def test_16_bit_gradients_are_widened_when_something_is_added_to_them(tmp_path, 
     assert [dtype for _, dtype in run_on(2, kept, path)[0]] == [torch.float32] * 4
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_gradients_are_summed_in_the_configured_dtype(world_size, stage):
-    for name in (None, "fp32"):
-        assert run_on(world_size, summed, stage, name)[0] == ([0.5 + 2.0**-9], torch.float32)
-    assert run_on(world_size, summed, stage, "bf16")[0] == ([0.5], torch.bfloat16)
+# -- `sub_group_size`: how many elements are updated at a time
+
+
+@on_ranks(2)
+def test_tiny_sub_groups_are_merged(rank, world_size):
+    """A rank has 16,512 elements in one or two groups."""
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 128))
+    assert len(sgd_engine(model, sub_group_size=8).optimizer.sub_groups) <= 2 * 65

@@ -25,7 +25,7 @@ from tests.dist.messages import counted_messages
 from tests.dist.toys import ROWS, toy, toy_batches
 from tests.dist.training import ds_config, loss_of, start, step, train_zero
 from tests.parity.models import batches, build
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.comm import traffic
 from zero.config import load_config
 from zero.errors import UsageError
@@ -138,6 +138,15 @@ def language(rank: int, world_size: int, folder: Path) -> dict[str, int]:
     }
 
 
+def multiplied(module: nn.Module) -> int:
+    return sum(
+        param.numel()
+        for each in module.modules()
+        if not isinstance(each, nn.Embedding)
+        for param in each.parameters(recurse=False)
+    )
+
+
 def test_tokens_files_and_memory_of_ranks(tmp_path: Path):
     found = run_on(2, language, tmp_path)[0]
     records = recorded(tmp_path)
@@ -149,7 +158,7 @@ def test_tokens_files_and_memory_of_ranks(tmp_path: Path):
     # decoder.
     model = build("t5")
     encoder, decoder = (
-        _multiplied(part) for part in (model.encoder, nn.ModuleList([model.decoder, model.lm_head]))
+        multiplied(part) for part in (model.encoder, nn.ModuleList([model.decoder, model.lm_head]))
     )
     operations = 6 * (encoder * batch["input_ids"].numel() + decoder * batch["labels"].numel())
     assert record["model_flops_per_second"] == pytest.approx(operations / 2 * steps_per_second)
@@ -167,8 +176,9 @@ def test_tokens_files_and_memory_of_ranks(tmp_path: Path):
     assert of_ranks["device_bytes"] == [0, 0]
 
 
-def asked_for_memory(rank: int, world_size: int) -> list[str]:
-    """What the first record does about memory, in order."""
+@on_ranks(1)
+def test_late_updates_end_before_memory_is_counted(rank, world_size):
+    """The first one makes the optimizer's state."""
     engine, _ = start(toy(), ds_config())
     seen: list[str] = []
     with (
@@ -176,21 +186,7 @@ def asked_for_memory(rank: int, world_size: int) -> list[str]:
         mock.patch.object(engine.optimizer, "wait", lambda: seen.append("wait")),
     ):
         run_info.describe_run(engine)
-    return seen
-
-
-def test_late_updates_end_before_memory_is_counted():
-    """The first one makes the optimizer's state."""
-    assert run_on(1, asked_for_memory) == [["wait", "counted"]]
-
-
-def _multiplied(module: nn.Module) -> int:
-    of_modules = (
-        each.parameters(recurse=False)
-        for each in module.modules()
-        if not isinstance(each, nn.Embedding)
-    )
-    return sum(param.numel() for params in of_modules for param in params)
+    assert seen == ["wait", "counted"]
 
 
 def logged(rank: int, world_size: int, section: dict[str, Any]) -> str:
@@ -277,20 +273,17 @@ def test_a_loss_that_the_script_divides_and_a_folder_that_goes_away(tmp_path: Pa
     assert first == second
 
 
-def refused(rank: int, world_size: int, folder: Path) -> None:
-    csv = {"csv_monitor": {"enabled": True, "output_path": str(folder / "file")}}
-    flops = {"flops_profiler": {"enabled": True, "output_file": str(folder / "none" / "table")}}
+@on_ranks(RANKS)
+def test_what_cannot_be_written_is_refused_on_all_ranks_before_training(rank, world_size, tmp_path):
+    (tmp_path / "file").write_text("")
+    csv = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file")}}
+    flops = {"flops_profiler": {"enabled": True, "output_file": str(tmp_path / "none" / "table")}}
     for section, says in (
         (csv, "csv_monitor.output_path: cannot write to"),
         (flops, "flops_profiler.output_file: .* there is no such folder"),
     ):
         with pytest.raises(UsageError, match=says):
             start(toy(), ds_config(**section))
-
-
-def test_what_cannot_be_written_is_refused_on_all_ranks_before_training(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    run_on(RANKS, refused, tmp_path)
 
 
 @pytest.mark.parametrize("section", ["tensorboard", "wandb"])
@@ -318,31 +311,14 @@ def test_wandb_gets_the_numbers_under_deepspeeds_names():
     fake.log.assert_called_once_with(expected, step=4)
 
 
-def replaced(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
-    """Make two engines of a model, one after the other.
-
-    Return hooks of monitors, and the filters of the logger after the first engine and with the
-    second one."""
-    config = ds_config(json_monitor=place(folder), comms_logger={"enabled": True})
+@pytest.mark.parametrize("again", [False, True])
+@on_ranks(1)
+def test_a_monitor_does_not_keep_an_engine_alive(rank, world_size, tmp_path, again):
+    """Its optimizer's moments take 8 bytes a parameter. The model lives on; `again`: another engine
+    takes it over.
+    """
+    config = ds_config(json_monitor=place(tmp_path), comms_logger={"enabled": True})
     model, own = toy(), len(logging.getLogger("zero").filters)
-    first, _ = start(model, config)
-    first.destroy()
-    after = len(logging.getLogger("zero").filters) - own
-    assert first.monitor is None
-    _second, _ = start(model, config)
-    hooks = [hook for hook in model._forward_pre_hooks.values() if "_before_forward" in str(hook)]
-    return len(hooks), after, len(logging.getLogger("zero").filters) - own
-
-
-def test_the_monitor_of_a_destroyed_engine_measures_nothing(tmp_path: Path):
-    assert run_on(1, replaced, tmp_path) == [(1, 0, 1)]
-
-
-def forgotten(rank: int, world_size: int, folder: Path, again: bool) -> list[str]:
-    """Train with a monitor, and forget the engine but not the model; `again`: another engine takes
-    it over. Return what of the first one lives on."""
-    config = ds_config(json_monitor=place(folder), comms_logger={"enabled": True})
-    model = toy()
     engine, optimizer = start(model, config)
     train_zero(engine, toy_batches(1))
     parts = {"engine": engine, "optimizer": optimizer, "monitor": engine.monitor}
@@ -352,10 +328,6 @@ def forgotten(rank: int, world_size: int, folder: Path, again: bool) -> list[str
     following = start(model, config) if again else None
     gc.collect()
     assert again == (following is not None)
-    return [name for name, part in alive.items() if part() is not None]
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_a_monitor_does_not_keep_an_engine_alive(tmp_path: Path, again: bool):
-    """Its optimizer's moments take 8 bytes a parameter."""
-    assert run_on(1, forgotten, tmp_path, again) == [[]]
+    hooks = [hook for hook in model._forward_pre_hooks.values() if "_before_forward" in str(hook)]
+    assert len(hooks) == len(logging.getLogger("zero").filters) - own == again
+    assert not [name for name, part in alive.items() if part() is not None]

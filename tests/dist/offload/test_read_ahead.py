@@ -92,6 +92,7 @@ def train(rank: int, world_size: int, folder: str, seed: int, optimizer: dict, o
 
 BF16 = {"bf16": {"enabled": True}}
 FEW = {"sub_group_size": 500}
+NO_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,7 @@ FEW = {"sub_group_size": 500}
         (1, 3, {"buffer_count": 1, "buffer_size": 700}, BF16 | FEW),
         (1, 4, {"overlap_step": False, "max_in_cpu": 20000}, {"zero_quantized_moments": True}),
         (1, 5, {"pipeline_read": False, "pipeline_write": False}, BF16),
+        (2, 6, {}, {"zero_quantized_moments": True, "bf16": NO_MASTERS}),
     ],
 )
 def test_changes_between_steps_are_seen(tmp_path, ranks, seed, optimizer, others):

@@ -1,9 +1,11 @@
 """fp16: how the loss scale reacts to overflows.
 
-All ranks react alike when one of them overflows.
-"""
+All ranks react alike when one of them overflows. The sequences of scales are in
+`tests/unit/optim/test_loss_scaler.py`."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,133 +13,75 @@ import torch
 import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import LR, ds_config, split, start, step
-from tests.processes import run_on
+from tests.processes import on_ranks
 from zero.config import load_config
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.sharded_optimizer import NonFiniteGradientError
 
-
-def play(rank: int, world_size: int, events: str, fp16: dict, broken: tuple[str, ...]) -> dict:
-    """Take one step for each letter.
-
-    At "x", gradients of the `broken` parameters are infinite on the last rank.
-    """
-    model = toy()
-    warmup = {"warmup_min_lr": LR / 2, "warmup_max_lr": LR, "warmup_num_steps": 100}
-    config = ds_config(
-        fp16={"enabled": True, **fp16} if fp16 else {"enabled": False},
-        optimizer={"type": "AdamW", "params": {"lr": LR}},
-        scheduler={"type": "WarmupLR", "params": warmup | {"warmup_type": "linear"}},
-        stage3_param_persistence_threshold=30,
-    )
-    engine, _, _, scheduler = zero.initialize(model=model, config=config)
-    masters = [shard.master for shard in engine.optimizer.shards.values()]
-    names = dict(model.named_parameters())
-    found = {"scales": [], "changed": [], "overflow": [], "error": None}
-    for event, batch in zip(events, toy_batches(len(events)), strict=True):
-        handles = []
-        for name in broken if event == "x" and rank == world_size - 1 else ():
-            handles.append(names[name].register_hook(lambda grad: grad * float("inf")))
-        before = [master.clone() for master in masters]
-        try:
-            loss = engine(**split(batch, world_size)[rank])
-            assert torch.equal(engine.backward(loss), loss), "the scale shows in the loss"
-            engine.step()
-        except NonFiniteGradientError as error:
-            found["error"] = str(error)
-        for handle in handles:
-            handle.remove()
-        found["scales"].append(engine.optimizer.loss_scale)
-        found["overflow"].append(engine.optimizer.overflow)
-        found["changed"].append(not all(map(torch.equal, before, masters)))
-    found["skipped"] = engine.skipped_steps
-    found["lr"] = scheduler.get_last_lr()[0]
-    found["finite"] = all(bool(master.isfinite().all()) for master in masters)
-    return found
-
-
-def played(
-    world_size: int, events: str, fp16: dict, broken: tuple[str, ...] = ("blocks.1.down.weight",)
-) -> list[dict]:
-    ranks = run_on(world_size, play, events, fp16, broken)
-    for found in ranks:
-        assert found["scales"] == ranks[0]["scales"], "ranks scale differently"
-        assert found["finite"]
-    return ranks
+SHARDED, PERSISTENT = "blocks.1.down.weight", "blocks.0.norm.weight"
+SEVERAL = ("blocks.2.norm.bias", SHARDED, "blocks.3.up.weight")
+AT_MINIMUM = "(?s)'blocks.1.down.weight'.*minimum loss scale 1.*bf16"
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(
-    ("events", "fp16"),
+    ("events", "fp16", "broken", "says"),
     [
-        ("........", {"initial_scale_power": 4, "loss_scale_window": 3}),
-        ("xx.x.", {"initial_scale_power": 8, "hysteresis": 1}),
-        ("x.x..xx", {"initial_scale_power": 8, "hysteresis": 3}),
-        ("xx.xx", {"initial_scale_power": 8, "hysteresis": 2, "consecutive_hysteresis": True}),
-        ("xx...", {"initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 3}),
-        ("x.x", {"loss_scale": 64}),
+        (
+            "x.xx.....",
+            {"initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 2},
+            (SHARDED,),
+            "",
+        ),
+        ("x.x", {"loss_scale": 64}, (SHARDED,), ""),
+        (".x", {"initial_scale_power": 0, "hysteresis": 1}, SEVERAL, AT_MINIMUM),
+        ("x.xx.xxx", {}, (PERSISTENT,), "3 steps in a row"),
     ],
-    ids=["growth", "no hysteresis", "hysteresis", "consecutive", "minimum", "static"],
 )
-def test_an_overflow_on_one_rank_skips_the_step_on_all(events, fp16, world_size):
-    scaler = LossScaler(load_config({"fp16": {"enabled": True, **fp16}}).fp16)
-    expected = []
-    for event in events:
-        scaler.update(event == "x")
-        expected.append(scaler.scale)
-    overflow = [event == "x" for event in events]
-    for found in played(world_size, events, fp16):
-        assert found["scales"] == expected
-        assert found["overflow"] == overflow
-        assert found["changed"] == [not one for one in overflow]
-        assert found["skipped"] == sum(overflow) and found["error"] is None
+@on_ranks()
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    rank, world_size, events, fp16, broken, says
+):
+    """At "x", gradients of the `broken` parameters are infinite on the last rank. `says`: the error
+    in the last step, if there is one."""
+    fp16 = {"enabled": bool(fp16), **fp16}
+    warmup = {"warmup_min_lr": LR / 2, "warmup_max_lr": LR, "warmup_num_steps": 100}
+    config = ds_config(
+        fp16=fp16,
+        optimizer={"type": "AdamW", "params": {"lr": LR}},
+        scheduler={"type": "WarmupLR", "params": warmup},
+        stage3_param_persistence_threshold=30,
+    )
+    model, scaler = toy(), LossScaler(load_config({"fp16": fp16}).fp16)
+    engine, optimizer, _, scheduler = zero.initialize(model=model, config=config)
+    masters = [shard.master for shard in engine.optimizer.shards.values()]
+    for number, batch in enumerate(toy_batches(len(events))):
+        overflows, handles = events[number] == "x", []
+        for name in broken if overflows and rank == world_size - 1 else ():
+            param = model.get_parameter(name)
+            handles.append(param.register_hook(lambda grad: grad * float("inf")))
+        before = [master.clone() for master in masters]
+        ends = says and number == len(events) - 1
+        with pytest.raises(NonFiniteGradientError, match=says) if ends else nullcontext():
+            loss = engine(**split(batch, world_size)[rank])
+            assert torch.equal(engine.backward(loss), loss), "the scale shows in the loss"
+            engine.step()
+        for handle in handles:
+            handle.remove()
+        scaler.update(overflows)
+        assert optimizer.loss_scale == (scaler.scale if fp16["enabled"] else 1.0)
+        assert optimizer.overflow == overflows == all(map(torch.equal, before, masters))
+    assert says or engine.skipped_steps == events.count("x")
+    assert scheduler.last_batch_iteration == events.count(".") - 1, "the learning rate waits"
+    assert all(bool(master.isfinite().all()) for master in masters)
 
 
-def test_the_learning_rate_waits_where_the_step_is_skipped():
-    rates = {
-        events: played(2, events, {"initial_scale_power": 8})[0]["lr"]
-        for events in ("..", ".xx.", "....")
-    }
-    assert rates[".."] == rates[".xx."] < rates["...."]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_overflow_at_the_minimum_names_the_first_broken_parameter_on_every_rank(world_size):
-    fp16 = {"initial_scale_power": 0, "hysteresis": 1}
-    broken = ("blocks.2.norm.bias", "blocks.1.down.weight", "blocks.3.up.weight")
-    for found in played(world_size, ".x", fp16, broken):
-        assert "'blocks.1.down.weight'" in found["error"]
-        assert "minimum loss scale 1" in found["error"] and "bf16" in found["error"]
-        assert found["changed"] == [True, False]
-
-
-def test_an_overflow_of_a_persistent_parameter_counts_too():
-    for found in played(2, ".x.", {"initial_scale_power": 8}, ("blocks.0.norm.weight",)):
-        assert found["overflow"] == [False, True, False]
-
-
-def test_without_loss_scaling_the_step_is_skipped_on_every_rank():
-    for found in played(2, ".x.", {}):
-        assert found["overflow"] == [False, True, False] and found["changed"] == [True, False, True]
-        assert found["scales"] == [1.0] * 3 and found["skipped"] == 1
-
-
-def test_without_loss_scaling_three_skipped_steps_in_a_row_end_the_run():
-    for found in played(2, "x.xx.xxx", {}):
-        assert found["overflow"] == [True, False, True, True, False, True, True, True]
-        assert "3 steps in a row" in found["error"]
-
-
-def step_regardless(rank: int, world_size: int) -> tuple[int, bool]:
+@on_ranks(1)
+def test_a_step_with_overflow_is_taken_where_it_is_asked_for(rank, world_size):
     model = toy()
     engine, _ = start(model, ds_config(bf16={"enabled": True, "check_grad_overflow": False}))
     handle = model.blocks[1].down.weight.register_hook(lambda grad: grad * float("inf"))
     step(engine, toy_batches(1))
     handle.remove()
-    return engine.skipped_steps, all(
-        bool(shard.master.isfinite().all()) for shard in engine.optimizer.shards.values()
-    )
-
-
-def test_a_step_with_overflow_is_taken_where_it_is_asked_for():
-    assert run_on(1, step_regardless) == [(0, False)]
+    assert engine.skipped_steps == 0
+    assert not all(each.master.isfinite().all() for each in engine.optimizer.shards.values())

@@ -10,7 +10,7 @@ from torch import nn
 
 import zero
 from tests.dist.training import ds_config, noise, start
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.errors import UsageError
 from zero.integrations.deepspeed.utilities import OffloadDeviceEnum, OffloadStateTypeEnum
 
@@ -87,7 +87,8 @@ def test_states_go_and_come_back(stage, sections, names):
     assert runs[0] == runs[1]
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_offloaded(rank, world_size):
     engine = engine_of(3)
     with pytest.raises(UsageError, match="'moments' is none of"):
         engine.offload_states(["moments"])
@@ -100,7 +101,3 @@ def refused(rank: int, world_size: int) -> None:
         pytest.raises(UsageError, match="is gathered by"),
     ):
         engine.offload_states()
-
-
-def test_what_cannot_be_offloaded():
-    run_on(2, refused)

@@ -9,7 +9,7 @@ import zero
 from tests.dist.training import Batch, ds_config, relative, split, start, step, train_plain
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from tests.tolerance import rounding
 from zero.errors import UsageError
 from zero.offload import tiers
@@ -102,7 +102,8 @@ def test_losses_of_both_kinds_of_weights_are_those_of_one_process(name, ranks, s
     compare(found, name, same_bits=ranks == 1)
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_what_cannot_work_is_refused_by_name(rank, world_size):
     config = ds_config(elementwise_optimizer=True)
     _engine, optimizer = start(build("llama"), config, make=MAKE["AdamW"])
     with pytest.raises(UsageError, match="delete zero_optimization.elementwise_optimizer"):
@@ -111,7 +112,3 @@ def refused(rank: int, world_size: int) -> None:
     message = "ScheduleFreeWrapper cannot be used: it wraps another optimizer"
     with pytest.raises(UsageError, match=message):
         zero.initialize(model=build("llama"), optimizer=optimizer, config=ds_config())
-
-
-def test_what_cannot_work_is_refused_by_name():
-    run_on(1, refused)

@@ -12,17 +12,13 @@ import numpy
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 import zero
 from tests.dist.checkpoint.test_checkpoint import (
-    OTHER_CUTS,
     STEPS,
-    assert_same_tensors,
-    load_train,
-    stored,
-    train_save_train,
 )
+from tests.dist.core.test_engine import Measuring
+from tests.dist.toys import after_each
 from tests.dist.training import (
     Curve,
     assert_equal,
@@ -35,8 +31,8 @@ from tests.dist.training import (
 )
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
-from tests.parity.test_whole_tensor import APOLLO, MAKE, SECTIONS
-from tests.processes import run_on
+from tests.parity.test_whole_tensor import MAKE, SECTIONS
+from tests.processes import on_ranks, run_on
 from tests.tolerance import rounding
 from zero.errors import UsageError
 from zero.fragments import (
@@ -53,76 +49,6 @@ BF16 = {"bf16": {"enabled": True}}
 KEY = "momentum_buffer"
 
 
-@pytest.mark.parametrize(
-    "name", ["torch's Adafactor", "Muon", pytest.param("APOLLO", marks=APOLLO)]
-)
-def test_the_same_world_size_continues_bit_for_bit(name, tmp_path):
-    config = ds_config(clip=1.0, **BF16) | {"checkpoint": {"async_save": True}}
-    args = "llama", config, str(tmp_path), MAKE[name]
-    straight = curve_on(2, train_save_train, *args)
-    assert_equal(curve_on(2, load_train, *args), straight)
-
-
-@pytest.mark.parametrize(
-    ("name", "writer", "reader"),
-    [("Whitened", (2, 3), (3, 1)), ("Adafactor, lr", (3, 2), (1, 3)), ("Muon", (1, 3), (2, 0))],
-)
-def test_another_world_size_and_stage_hold_the_same_state(name, writer, reader, tmp_path):
-    (written, stage), (read, other) = writer, reader
-    config, other_config = ds_config(stage=stage), ds_config(stage=other, **OTHER_CUTS)
-    folder, make = str(tmp_path), MAKE[name]
-    straight = curve_on(written, train_save_train, "llama", config, folder, make)
-    resumed = curve_on(read, load_train, "llama", other_config, folder, make)
-    assert_same_tensors(stored(tmp_path / f"again{read}"), stored(tmp_path))
-    if name == "Adafactor, lr":
-        # Muon multiplies in bf16, and Whitened does not store its count of steps.
-        close = rounding(torch.float32, 1000, STEPS)
-        assert relative(resumed.mean_losses(), straight.mean_losses()) <= close
-
-
-def exchanged(rank: int, world_size: int) -> dict[str, int]:
-    """Elements in all, elements that move, elements sent in a step, its FLOPs, bytes of state."""
-    config = ds_config(stage3_param_persistence_threshold=40)
-    engine, optimizer = start(build("llama"), config, make=MAKE["Muon"])
-    data = batches("llama", 2)
-    train_zero(engine, data[:1])
-    before = engine.comm.elements["all_to_all"]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    assert all(param.grad is None and param.dtype == torch.float32 for param in params)
-    shapes = {param.shape for param in engine.module.parameters()}
-    assert {param.shape for param in params} == shapes
-    counter = FlopCounterMode(display=False)
-    step = optimizer.optimizer.step
-
-    def counted_step(closure=None):
-        with counter:
-            step()
-
-    optimizer.optimizer.step = counted_step
-    train_zero(engine, data[1:])
-    whole = optimizer.whole
-    sent = engine.comm.elements["all_to_all"] - before
-    state = tree_leaves([each.state for each in whole.own])
-    nbytes = sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
-    total, flops = sum(each.slot.numel for each in whole.tensors), counter.get_total_flops()
-    moved = sum(each.slot.numel for each in whole.tensors if each.moves)
-    return {"total": total, "moved": moved, "sent": sent, "flops": flops, "nbytes": nbytes}
-
-
-def test_work_and_state_are_spread_and_whole_tensors_stay():
-    (alone,) = run_on(1, exchanged)
-    assert alone["moved"] == alone["sent"] == 0
-    for world_size in (2, 4):
-        found = run_on(world_size, exchanged)
-        for key in ("flops", "nbytes"):
-            shares, whole = [each[key] for each in found], alone[key]
-            assert sum(shares) == whole and max(shares) <= 1.3 * whole / world_size
-        assert {each["total"] for each in found} == {alone["total"]}
-        assert 0 < found[0]["moved"] < alone["total"]
-        # gradient, master and new master are sent
-        assert sum(each["sent"] for each in found) < 3 * found[0]["moved"]
-
-
 def in_files(folder: str | None) -> dict[str, dict]:
     """In memory without a folder."""
     return {} if folder is None else {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
@@ -134,20 +60,12 @@ def order_of_a_step(rank: int, world_size: int, folder: str | None) -> str:
     config = ds_config(stage3_param_persistence_threshold=0, **in_files(folder))
     engine, _optimizer = start(build("llama"), config, make=MAKE["Muon"])
     train_zero(engine, batches("llama", 1))
-
-    def note(owner: type, name: str, letter: str) -> None:
-        original = getattr(owner, name)
-
-        def noted(*args):
-            happened.append(letter)
-            return original(*args)
-
-        setattr(owner, name, noted)
-
-    note(MuonWithAdamW, "step", "U")
-    note(GatheredForStep, "start", "s")
-    note(GatheredForStep, "return_masters", "r")
-    train_zero(engine, batches("llama", 1))
+    with (
+        after_each(MuonWithAdamW, "step", lambda _: happened.append("U")),
+        after_each(GatheredForStep, "start", lambda _: happened.append("s")),
+        after_each(GatheredForStep, "return_masters", lambda _: happened.append("r")),
+    ):
+        train_zero(engine, batches("llama", 1))
     assert engine.comm.clock.waits["step", "whole tensors"] > 0
     return "".join(happened)
 
@@ -204,29 +122,15 @@ def test_files_change_no_bit(name, dtype, world_size, tmp_path):
     assert_equal(curve_on(world_size, offloaded, name, dtype, str(tmp_path), sections), in_memory)
 
 
-class Norming(torch.optim.SGD):
-    """Keeps a number that depends on all gradients."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        grads = [param.grad for param in self.param_groups[0]["params"]]
-        self.largest = max(float(grad.norm()) for grad in grads if grad is not None)
-
-
-def norms_in_files(rank: int, world_size: int, folder: str) -> str:
-    config = ds_config(**SMALL, **in_files(folder))
-    engine, _ = start(build("llama"), config, make=partial(Norming, lr=0.1))
-    with pytest.raises(UsageError) as caught:
+@on_ranks(1)
+def test_a_number_that_depends_on_all_gradients_cannot_be_offloaded(rank, world_size, tmp_path):
+    config = ds_config(**SMALL, **in_files(str(tmp_path)))
+    engine, _ = start(build("llama"), config, make=partial(Measuring, lr=0.1))
+    says = "(?s)depends on which tensors this rank has.*offload_optimizer"
+    with pytest.raises(UsageError, match=says):
         train_zero(engine, batches("llama", 1))
     with pytest.raises(UsageError):  # some groups were updated, others not
         engine.step()
-    return str(caught.value)
-
-
-def test_a_number_that_depends_on_all_gradients_cannot_be_offloaded(tmp_path):
-    (found,) = run_on(1, norms_in_files, str(tmp_path))
-    assert "depends on which tensors this rank has (attribute largest: " in found
-    assert "Norming" in found and "offload_optimizer" in found
 
 
 # -- numbers in the param groups
@@ -378,7 +282,8 @@ def test_attributes_of_parameters_and_gradients_that_are_kept(stage):
     assert relative(found, plain.mean_losses()) <= rounding(torch.float32, 1000, STEPS)
 
 
-def mistaken(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_mistakes_that_would_train_nothing_are_errors(rank, world_size):
     with pytest.raises(UsageError, match="attribute 'own'.*param_groups"):
         start(build("llama"), ds_config(), make=partial(Remembering, own_list=True))
     model = build("llama")
@@ -388,7 +293,3 @@ def mistaken(rank: int, world_size: int) -> None:
     optimizer.add_param_group({"params": others})
     with pytest.raises(UsageError, match="added to the optimizer after"):
         train_zero(engine, batches("llama", 1))
-
-
-def test_mistakes_that_would_train_nothing_are_errors():
-    run_on(2, mistaken)

@@ -12,7 +12,7 @@ import zero
 from tests.dist.training import adamw, assert_same_weights, ds_config, split, start, step
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
-from tests.processes import run_on
+from tests.processes import on_ranks, run_on
 from zero.errors import UsageError
 from zero.fragments import safe_get_full_fp32_param, safe_set_full_fp32_param
 from zero.offload import tiers
@@ -109,58 +109,43 @@ def test_updates_smaller_than_bf16_count_on_the_average():
     assert (moved @ wanted / (wanted @ wanted)).item() == pytest.approx(1, abs=0.25)
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_state_of_whole_tensors_keeps_its_dtype(rank, world_size):
     config = ds_config(bf16=BF16 | {"bf16_optimizer_states": True})
     message = "bf16.bf16_optimizer_states: Adafactor updates whole tensors"
     with pytest.raises(UsageError, match=message):
         start(build("llama"), config, make=MAKE["Adafactor"])
 
 
-def test_state_of_whole_tensors_keeps_its_dtype():
-    run_on(1, refused)
-
-
-def resumed(rank: int, world_size: int, folder: str) -> list[set[torch.dtype]]:
-    """Save with bf16 moments.
-
-    Resume with fp32 ones and with masters, and the other way. Return the moments' dtypes.
-    """
-    found, data = [], [split(batch, 2)[rank : rank + 1] for batch in batches("llama", 4)]
+@on_ranks(2)
+def test_moments_have_the_dtype_of_the_run_and_not_of_the_checkpoint(rank, world_size, tmp_path):
+    """Save with bf16 moments. Resume with fp32 ones and with masters, and the other way."""
+    data = [split(batch, 2)[rank : rank + 1] for batch in batches("llama", 4)]
     narrow = BF16 | {"bf16_optimizer_states": True}
     for number, section in enumerate((narrow, BF16, {"enabled": True}, narrow)):
         engine, _ = start(build("llama"), ds_config(bf16=section), make=MAKE["AdamW"])
         if number:
-            engine.load_checkpoint(folder)
+            engine.load_checkpoint(tmp_path)
         step(engine, data[number])
-        engine.save_checkpoint(folder)
-        found.append(dtypes_of_state(engine))
-    return found
+        engine.save_checkpoint(tmp_path)
+        assert dtypes_of_state(engine) == {torch.bfloat16 if section is narrow else torch.float32}
 
 
-def test_moments_have_the_dtype_of_the_run_and_not_of_the_checkpoint(tmp_path):
-    bf16, fp32 = {torch.bfloat16}, {torch.float32}
-    assert run_on(2, resumed, str(tmp_path))[0] == [bf16, fp32, fp32, bf16]
-
-
-def schedule_free(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float]]:
+@on_ranks(2)
+def test_a_schedule_free_run_resumes_with_the_same_bits(rank, world_size, tmp_path):
     """Losses after a save in `eval()`: of the run that goes on, and of one that resumes."""
     kind = pytest.importorskip("schedulefree").AdamWScheduleFree
     found, data = [], [split(batch, 2)[rank : rank + 1] for batch in batches("llama", 4)]
-    for number in range(2):
+    for resumes in (False, True):
         engine, optimizer = start(build("llama"), ds_config(bf16=BF16), make=partial(kind, lr=1e-2))
-        if number:
-            engine.load_checkpoint(folder)
+        if resumes:
+            engine.load_checkpoint(tmp_path)
         else:
             optimizer.train()
             step(engine, data[0])
             step(engine, data[1])
             optimizer.eval()
-            engine.save_checkpoint(folder)
+            engine.save_checkpoint(tmp_path)
         optimizer.train()
         found.append([loss for parts in data[2:] for loss in step(engine, parts)])
-    return found[0], found[1]
-
-
-def test_a_schedule_free_run_resumes_with_the_same_bits(tmp_path):
-    on, again = run_on(2, schedule_free, str(tmp_path))[0]
-    assert on == again
+    assert found[0] == found[1]

@@ -12,7 +12,7 @@ import torch
 import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, relative, start, train_plain, train_zero
-from tests.processes import run_on
+from tests.processes import on_ranks
 from tests.tolerance import rounding
 
 # PEFT copies the head and trains the copy.
@@ -24,7 +24,13 @@ def with_adapters(model: torch.nn.Module, **options: object) -> peft.PeftModel:
     return peft.get_peft_model(model, peft.LoraConfig(**ADAPTERS, **options))
 
 
-def attached_and_trained(rank: int, world_size: int, options: dict) -> None:
+# PiSSA takes its factors out of the weight, and assigns the rest to `weight.data`.
+PISSA = {"init_lora_weights": "pissa", "use_rslora": True}
+
+
+@pytest.mark.parametrize("options", [{}, PISSA])
+@on_ranks(2)
+def test_adapters_on_a_sharded_model(rank, world_size, options):
     batches = toy_batches(3)
     expected = train_plain(with_adapters(toy(), **options), batches)
     with zero.Init(config=ds_config()):
@@ -40,12 +46,3 @@ def attached_and_trained(rank: int, world_size: int, options: dict) -> None:
     engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
     found = train_zero(engine, batches)
     assert relative(found.norms, expected.norms) <= rounding(torch.float32, 50, len(batches))
-
-
-# PiSSA takes its factors out of the weight, and assigns the rest to `weight.data`.
-PISSA = {"init_lora_weights": "pissa", "use_rslora": True}
-
-
-@pytest.mark.parametrize("options", [{}, PISSA])
-def test_adapters_on_a_sharded_model(options: dict) -> None:
-    run_on(2, attached_and_trained, options)

@@ -1,5 +1,5 @@
 """The parts of sequence parallelism on two ranks: the exchange, pieces of batches, other attention,
-and mistakes.
+tiles of tokens, and mistakes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -31,8 +31,10 @@ from transformers.masking_utils import sdpa_mask
 import zero
 from tests.dist.toys import messages
 from tests.dist.training import ds_config, relative, start
-from tests.processes import run_on
+from tests.parity.models import small
+from tests.processes import on_ranks, run_on
 from zero.errors import UsageError
+from zero.integrations.deepspeed.finder import FacadeModule
 from zero.parallel.sequence import (
     MicroBatches,
     SequenceGroup,
@@ -40,17 +42,15 @@ from zero.parallel.sequence import (
     current_group,
     detach,
     make_group,
+    tile_mlps,
+    tiled,
+    tiled_loss,
 )
 
 
-def llama(**settings: Any) -> LlamaForCausalLM:
+def llama(**settings: Any) -> Any:
     torch.manual_seed(3)
-    sizes: dict[str, Any] = {
-        "vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2, "use_cache": False, "initializer_range": 0.06,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**sizes | settings)).train()
+    return small("llama", **{"hidden_size": 16, "head_dim": 4, "use_cache": False} | settings)
 
 
 def pieces(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -123,7 +123,8 @@ def loss_of_pieces(
     return ranks.mean_loss(model(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"])
 
 
-def with_another_attention(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_attention_that_reads_positions_gets_those_of_the_whole_sequence(rank, world_size):
     AttentionInterface.register("looking", looking)
     AttentionMaskInterface.register("looking", sdpa_mask)
     model, ranks = llama(), make_group(2)
@@ -137,32 +138,20 @@ def with_another_attention(rank: int, world_size: int) -> bool:
     detach(model)
     alone = model(**batch).loss.item()
     whole = all(torch.equal(each, PACKED) for each in seen)
-    return whole and len(seen) == 4 and alone == expected and relative([shared], [expected]) < 1e-6
+    assert whole and len(seen) == 4 and alone == expected and relative([shared], [expected]) < 1e-6
 
 
-def test_attention_that_reads_positions_gets_those_of_the_whole_sequence():
-    assert run_on(2, with_another_attention) == [True, True]
-
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
-    "use_cache": False,
-}  # fmt: skip
 _LAYERS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gemma2": {**_LAYERS, "attn_logit_softcapping": 5.0, "attn_implementation": "eager"},
     "gemma3_text": _LAYERS,
     "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 3},
     "mixtral": {"num_local_experts": 4},
     "deepseek_v3": {
         "n_routed_experts": 4, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8,
-        "v_head_dim": 8,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_group": 2, "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "num_key_value_heads": 4,
+        "v_head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_group": 2,
+        "topk_group": 1, "num_experts_per_tok": 2, "num_key_value_heads": 4,
     },
 }  # fmt: skip
 
@@ -178,14 +167,14 @@ def gradient_norm(model: torch.nn.Module, world_size: int = 1) -> float:
     return squares**0.5
 
 
-def architectures(rank: int, world_size: int) -> dict[str, float]:
+@on_ranks(2)
+def test_other_architectures(rank, world_size):
+    """Learned positions, sliding windows, chunks, soft caps, experts, latent attention."""
     ranks, found = make_group(2), {}
     ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(5))
     for name, settings in MODELS.items():
         torch.manual_seed(1)
-        config = AutoConfig.for_model(name, **SMALL | settings)
-        implementation = settings.get("attn_implementation", "sdpa")
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+        model = small(name, **{"num_key_value_heads": 1, "use_cache": False} | settings)
         # Packed sequences; and padding, so that rank 1 has nothing else of the second sequence.
         mask = torch.ones_like(ids).index_put(
             (torch.tensor(1), torch.arange(3, 8)), torch.tensor(0)
@@ -205,17 +194,12 @@ def architectures(rank: int, world_size: int) -> dict[str, float]:
             found[f"{name} {kind}"] = relative(
                 [loss.item(), gradient_norm(model, world_size)], expected
             )
-    return found
+    assert len(found) == 2 * len(MODELS)
+    assert max(found.values()) < 1e-6, found
 
 
-def test_other_architectures():
-    """Learned positions, sliding windows, chunks, soft caps, experts, latent attention."""
-    for found in run_on(2, architectures):
-        assert len(found) == 2 * len(MODELS)
-        assert max(found.values()) < 1e-6, found
-
-
-def compiled(rank: int, world_size: int) -> list[float]:
+@on_ranks(2)
+def test_blocks_can_be_compiled(rank, world_size):
     losses = []
     for compiles in (False, True):
         compiler = {"enabled": compiles, "backend": "aot_eager"}
@@ -229,26 +213,19 @@ def compiled(rank: int, world_size: int) -> list[float]:
             engine.step()
         losses.append(loss.item())
         engine.destroy()
-    return losses
+    plain, with_compiler = losses
+    assert relative([with_compiler], [plain]) < 1e-6
 
 
-def test_blocks_can_be_compiled():
-    for plain, with_compiler in run_on(2, compiled):
-        assert relative([with_compiler], [plain]) < 1e-6
-
-
-def other_models(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_other_models_are_left_alone(rank, world_size):
     """A copy, another model, and the model itself in evaluation attend as ever."""
     model, other, ranks = llama(), llama(), make_group(2)
     ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(1 + rank))
     expected = model(input_ids=ids).logits
     attach(model, ranks, in_eval=False)
     others = other, copy.deepcopy(model), model.eval()
-    return all(torch.equal(each(input_ids=ids).logits, expected) for each in others)
-
-
-def test_other_models_are_left_alone():
-    assert run_on(2, other_models) == [True, True]
+    assert all(torch.equal(each(input_ids=ids).logits, expected) for each in others)
 
 
 IDS = torch.ones(2, 8, dtype=torch.int64)
@@ -292,54 +269,139 @@ def initialize(model: Any = None, mpu: object = None, **keys: Any) -> None:
     zero.initialize(model=model or llama(), config=config, mpu=mpu)
 
 
-def attached(**sizes: int) -> LlamaForCausalLM:
+def attached(**sizes: int) -> Any:
     model = llama(**sizes)
     attach(model, make_group(2))
     return model
 
 
-def mistakes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_mistakes_are_named(rank, world_size):
     for says, mistake in MISTAKES.items():
         with pytest.raises(UsageError, match=re.escape(says)):
             mistake()
 
 
-def test_mistakes_are_named():
-    run_on(2, mistakes)
-
-
-def load_on_one_rank(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_an_error_of_a_loader_is_raised_on_all_ranks_of_its_sequence(rank, world_size):
     def batches() -> Iterator[dict[str, torch.Tensor]]:
         if rank == 1:
             raise OSError("no such shard")
         yield {"input_ids": torch.ones(1, 4, dtype=torch.long)}
 
-    with pytest.raises((OSError, RuntimeError)) as error:
+    says = "^no such shard" if rank else "could not load its batch: OSError: no such shard$"
+    with pytest.raises((OSError, RuntimeError), match=says):
         list(MicroBatches(batches(), make_group(2)))
-    return str(error.value)
 
 
-def test_an_error_of_a_loader_is_raised_on_all_ranks_of_its_sequence():
-    first, second = run_on(2, load_on_one_rank)
-    assert first.endswith("could not load its batch: OSError: no such shard")
-    assert second == "no such shard"
-
-
-def replicas(rank: int, world_size: int) -> bool:
-    """Whether rank 0 alone warns of replicas that accelerate has asked for beside `sp_size`."""
+@on_ranks(2)
+def test_replicas_that_nothing_would_make_are_named(rank, world_size):
+    """By rank 0 alone: accelerate has asked for them beside `sp_size`."""
     warnings = messages()
     parallel = ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_replicate_size=2)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }  # accelerate asks for them, also where a group exists
+    # accelerate asks for them, also where a group exists
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     plugin = TorchDynamoPlugin(backend="no")
     AcceleratorState(
         cpu=True, parallelism_config=parallel, dynamo_plugin=plugin, _from_accelerator=True
     )
     zero.initialize(model=llama(), config=ds_config() | {"sequence_parallel_size": 2})
-    return any("dp_replicate_size 2" in each and "mics_shard_size" in each for each in warnings)
+    named = [each for each in warnings if "dp_replicate_size 2" in each and "mics_shard" in each]
+    assert bool(named) == (rank == 0)
 
 
-def test_replicas_that_nothing_would_make_are_named():
-    assert run_on(2, replicas) == [True, False]
+# -- tiles of the tokens, with the numbers of whole layers and no tensor larger than a tile's
+
+
+ULYSSES = FacadeModule("deepspeed.runtime.sequence_parallel.ulysses_sp")
+TOKENS, VOCABULARY, TILES = 30, 97, 4
+
+
+def train(rank: int, world_size: int, tiles: int, stage: int) -> tuple[list[float], list[float]]:
+    model = llama(intermediate_size=50)
+    if tiles:
+        assert tile_mlps(model, tiles) == 2
+    engine, _ = start(model, ds_config(stage=stage, stage3_param_persistence_threshold=20))
+    losses, norms = [], []
+    for step in range(4):
+        # Ranks have sequences of different lengths.
+        ids = torch.randint(
+            VOCABULARY, (2, 9 + rank + step), generator=torch.Generator().manual_seed(step)
+        )
+        labels = ids.roll(-1, dims=1).masked_fill(ids < 30, -100)
+        if tiles:
+            asked = {"logits_to_keep": 1, "output_hidden_states": True}
+            hidden = engine(input_ids=ids, **asked).hidden_states[-1]
+            loss = tiled_loss(hidden, engine.lm_head, labels, tiles)
+        else:
+            loss = engine(input_ids=ids, labels=labels, shift_labels=labels).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    return losses, norms
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tiles_train_as_whole_layers_do(stage):
+    for whole, in_tiles in zip(run_on(2, train, 0, stage), run_on(2, train, 3, stage), strict=True):
+        assert relative(in_tiles[0], whole[0]) < 1e-6
+        assert relative(in_tiles[1], whole[1]) < 1e-6
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that any operation has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *found])
+        return result
+
+
+def parts() -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(5)
+    hidden = torch.randn(2, TOKENS // 2, 4, requires_grad=True)
+    return nn.Linear(4, VOCABULARY), hidden, torch.randint(VOCABULARY, (2, TOKENS // 2))
+
+
+def gradients(loss: torch.Tensor, head: nn.Linear, hidden: torch.Tensor) -> list[torch.Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, [hidden, head.weight, head.bias])]
+
+
+def test_a_tiled_loss_makes_no_logits_of_all_tokens():
+    head, hidden, labels = parts()
+    with Largest() as seen:
+        found = gradients(tiled_loss(hidden, head, labels, TILES), head, hidden)
+    assert seen.elements == -(-TOKENS // TILES) * VOCABULARY
+    expected = gradients(cross_entropy(head(hidden).flatten(0, 1), labels.flatten()), head, hidden)
+    torch.testing.assert_close(found, expected)
+
+
+def test_more_tiles_than_tokens_and_no_label():
+    head, hidden, labels = parts()
+    expected = gradients(tiled_loss(hidden, head, labels, 1), head, hidden)
+    torch.testing.assert_close(
+        gradients(tiled_loss(hidden, head, labels, TOKENS + 5), head, hidden), expected
+    )
+    none = gradients(tiled_loss(hidden, head, torch.full_like(labels, -100), TILES), head, hidden)
+    assert all(not each.any() for each in none)
+
+
+def test_deepspeeds_tiled_mlp():
+    head, hidden, _ = parts()
+    tiled_mlp = ULYSSES.TiledMLP.apply(lambda self, x: self(x), head, hidden, TILES, [head.weight])
+    found = gradients(tiled_mlp.square().sum(), head, hidden)
+    torch.testing.assert_close(found, gradients(head(hidden).square().sum(), head, hidden))
+
+
+def test_mistakes_of_tiles_are_named():
+    head, hidden, _ = parts()
+    with pytest.raises(UsageError, match="Linear has no module that is named 'mlp'"):
+        tile_mlps(head, 2)
+    with pytest.raises(UsageError, match="tiles: must be at least 1, got 0"):
+        tiled(head, hidden, tiles=0)

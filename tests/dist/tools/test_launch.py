@@ -239,23 +239,16 @@ print(" ".join([*map(os.environ.get, names), *sys.argv[1:], str(len(cores))]))
 """
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ("--include localhost:0", "0 1 0 0 --local_rank=0 x 1"),
-        ("-i localhost:0 --no_local_rank", "0 1 0 0 x 1"),
-    ],
-)
-def test_ranks_on_this_machine_alone(tmp_path: Path, options: str, line: str):
+def test_ranks_on_this_machine_alone(tmp_path: Path):
     (tmp_path / "x.py").write_text(HERE_SCRIPT)
-    core = min(os.sched_getaffinity(0))
-    words = [*options.split(), "--bind_cores_to_rank", "--bind_core_list", str(core)]
+    core = str(min(os.sched_getaffinity(0)))
+    words = ["-i", "localhost:0", "--bind_cores_to_rank", "--bind_core_list", core]
     done = fork_ranks(
         "-m", "zero", "launch", *words, tmp_path / "x.py", "x", nproc=0, timeout=60,
         imported="zero", cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": "5"},
     )  # fmt: skip
-    assert (done.returncode, done.stdout.splitlines()) == (0, [line]), done.stderr
-    assert "CUDA_VISIBLE_DEVICES is ignored" in done.stderr
+    assert done.stdout.splitlines() == ["0 1 0 0 --local_rank=0 x 1"], done.stderr
+    assert done.returncode == 0 and "CUDA_VISIBLE_DEVICES is ignored" in done.stderr
 
 
 def test_without_ssh_a_host_starts_its_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -288,10 +281,8 @@ def test_without_ssh_a_host_starts_its_own_ranks(tmp_path: Path, monkeypatch: py
     [
         ({}, {"a": [0, 1, 2, 3], "b": [0, 1], "me@c": [0, 1]}),
         ({"include": "me@c@a:3,1"}, {"me@c": [0, 1], "a": [1, 3]}),
-        ({"include": "me@c:1@b"}, {"me@c": [1], "b": [0, 1]}),
         ({"exclude": "b@a:0-2"}, {"a": [3], "me@c": [0, 1]}),
         ({"exclude": "a,b:0,me@c:0-1"}, {"b": [1]}),
-        ({"include": "a:0-2,me@c:1"}, {"a": [0, 1, 2], "me@c": [1]}),
         ({"num_nodes": 2, "num_gpus": 1}, {"a": [0], "b": [0]}),
     ],
     ids=str,
@@ -305,12 +296,9 @@ def test_slots_are_chosen_as_deepspeed_does(options: dict, chosen: dict):
     ("options", "message"),
     [
         ({"include": "d"}, "host 'd' is not in the hostfile, which has a, b"),
-        ({"include": "me@a"}, "host 'me' is not in the hostfile"),
         ({"exclude": "b:2"}, "host b has slots 0 to 1, not 2"),
-        ({"include": "b:0-2"}, "host b has slots 0 to 1, not 2"),
         ({"include": "b:1-0"}, "host b: 1-0: a range ends before it begins"),
         ({"include": "a:x"}, "host a: x is not a list of numbers"),
-        ({"include": f"b:0-{HUGE}"}, "host b: 0-1000.* is not a list of numbers"),
         ({"include": "a", "exclude": "b"}, "not both"),
         ({"exclude": "a@b"}, "no slot is left"),
         ({"num_nodes": 3}, "2 hosts can be used"),
@@ -327,7 +315,6 @@ def test_wrong_choices_are_refused(options: dict, message: str):
     [
         ("a slots=x", "line 1: expected"),
         ("a slots=1\na slots=2", "line 2: host a is listed twice"),
-        ("#", "no host"),
         ("a slots=1\n-oProxyCommand=x slots=1", "line 2: expected"),
         (f"a slots={HUGE}", "line 1: expected .*slots=1000"),
     ],

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from tests import recorded
+from tests.dist.tools.test_verify import MODEL
 from tests.dist.training import ds_config, start
-from tests.processes import REPOSITORY, run_on
+from tests.processes import REPOSITORY, on_ranks, run_on
 from zero.comm.communicator import communicator
 from zero.comm.traffic import Operation, set_observer
 from zero.tools.cli import main
@@ -49,8 +50,8 @@ def train(rank: int, world_size: int, folder: Path, device: str = "nvme") -> Non
         engine.step()
 
 
-def broadcast_and_sum(rank: int, world_size: int) -> list[tuple[str, int, bool]]:
-    """Name, ranks and end of what an observer is told of collectives in a shard group of 1 or 2."""
+@on_ranks(2)
+def test_every_broadcast_and_the_ranks_of_a_sum_are_told(rank, world_size):
     told: list[tuple[Operation, list[bool]]] = []
 
     class Recorder:
@@ -66,12 +67,8 @@ def broadcast_and_sum(rank: int, world_size: int) -> list[tuple[str, int, bool]]
     comm.within(1).all_reduce(torch.ones(1), of_shards=True)
     set_observer(None)
     assert [values.tolist() for _, values in parts] == [[0.0] * 3, [1.0] * 3]
-    return [(operation.name, operation.ranks, ended == [True]) for operation, ended in told]
-
-
-def test_every_broadcast_and_the_ranks_of_a_sum_are_told():
-    for told in run_on(2, broadcast_and_sum):
-        assert told == [("broadcast", 2, True), ("broadcast", 2, True), ("all_reduce", 1, True)]
+    seen = [(operation.name, operation.ranks, ended) for operation, ended in told]
+    assert seen == [*[("broadcast", 2, [True])] * 2, ("all_reduce", 1, [True])]
 
 
 def assert_nested(events: list[dict]) -> None:
@@ -118,10 +115,7 @@ def test_a_step_of_two_ranks(tmp_path: Path):
     assert_nested(events)
 
 
-SCRIPT = """
-import torch, zero
-model = torch.nn.Linear(4, 4)
-config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+SCRIPT = f"""{MODEL}
 engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
 for step in range(3):
     engine.backward(engine(torch.ones(1, 4)).sum())
