@@ -17,6 +17,7 @@ from transformers import (
     MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    StoppingCriteria,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
@@ -320,6 +321,16 @@ class Allocate(TrainerCallback):
 class SeedByRank(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         torch.manual_seed(args.process_index)
+
+
+class StopByRank(StoppingCriteria):
+    """Ends the sequences of rank 0 after two tokens and those of rank 1 after four."""
+
+    def __init__(self, rank: int):
+        self.length = 3 + 2 * rank
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
 class Counted(TrainerCallback, ExportableState):

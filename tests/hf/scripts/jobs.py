@@ -11,8 +11,7 @@ file. A job:
     reference   optional: {"optimizer": "Adam" | "AdamW", "parameters": {...}, "factors": [...]},
                 the optimizer and the learning-rate factor of each step, for a run without DeepSpeed
     report      path of the JSON file to write
-    predict     optional: generate for the evaluation set; rank 0 ends its sequences earlier than
-                the others
+    predict     optional: generate for the evaluation set
     save        optional: call `save_model` at the end
     sequence    optional: how many ranks share a sequence
     replicas    optional: how many groups of ranks hold a whole model
@@ -39,8 +38,6 @@ from transformers import (
     MixtralForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    StoppingCriteria,
-    StoppingCriteriaList,
     T5Config,
     T5ForConditionalGeneration,
     TrainerCallback,
@@ -115,16 +112,6 @@ def make_model(name: str, dropout: float = 0.0) -> torch.nn.Module:
     return LlamaForCausalLM(config)
 
 
-class StopEarlierOnRankZero(StoppingCriteria):
-    """Ends the sequences of rank 0 after 3 tokens and those of the other ranks after 7."""
-
-    def __call__(
-        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object
-    ) -> torch.Tensor:
-        limit = 3 if os.environ.get("RANK", "0") == "0" else 7
-        return torch.full((input_ids.shape[0],), input_ids.shape[1] > limit)
-
-
 def reference_optimizers(model: torch.nn.Module, reference: dict) -> tuple:
     kind = getattr(torch.optim, reference["optimizer"])
     optimizer = kind(model.parameters(), **reference["parameters"])
@@ -187,10 +174,7 @@ def run(job: dict, callbacks: list[TrainerCallback]) -> None:
     report["graphs"] = counters["stats"]["unique_graphs"] - graphs  # of torch.compile
     if job.get("predict"):
         report["predictions"] = trainer.predict(
-            trainer.eval_dataset,
-            max_new_tokens=8,
-            min_new_tokens=8,
-            stopping_criteria=StoppingCriteriaList([StopEarlierOnRankZero()]),
+            trainer.eval_dataset, max_new_tokens=8
         ).predictions.tolist()
     if job.get("save"):
         trainer.save_model()
