@@ -106,6 +106,7 @@ FEATURES = {
     ),
     "prediction": Feature("`predict()` after `train()`"),
     "predict_with_generate": Feature("`Seq2SeqTrainer`, with `predict_with_generate`"),
+    "evaluated_alone": Feature("the same, and `evaluate()`, without `train()`"),
     "early_stopping": Feature("`EarlyStoppingCallback`"),
     "best_model": Feature("`load_best_model_at_end`"),
     "saved_best": Feature('`save_strategy="best"`', **BEST),

@@ -1,4 +1,4 @@
-"""Frameworks that these tests do not install, by the calls that their loops make.
+"""accelerate, and frameworks that these tests do not install, by the calls that their loops make.
 
 Losses are compared with plain torch's, and the weights that they save by name and value. TRL's
 scripts, which are all that alignment-handbook runs, are in `test_trl.py`."""
@@ -17,7 +17,7 @@ STAGES = {
     "open-instruct": (2, 3),
     "ms-swift": (3,),
     "LLaMA-Factory": (3,),
-    "sentence-transformers": (3,),
+    "accelerate": (3,),
     "diffusers": (2, 3),
     "Lightning Fabric": (2, 3),
 }

@@ -124,7 +124,7 @@ OPERATION._schema                                  tests/dist/tools/test_estimat
 transformers.LlamaConfig()._attn_implementation    tests/dist/parallel/test_sequence.py
 LLAMA._no_split_modules                            tests/unit/core/test_layout.py
 LLAMA._tp_plan                                     tests/parity/test_pipeline.py
-accelerate.PartialState._shared_state              tests/hf/test_workflows.py
+accelerate.PartialState._shared_state              tests/hf/test_frameworks.py
 """
 # Since later releases than the oldest ones that zero works with; the last one is gone again.
 LATER = {

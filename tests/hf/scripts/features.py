@@ -229,10 +229,9 @@ def several_evaluations(name: str) -> list[float]:
     return [entry[key] for entry in log for key in entry if key.endswith("_loss")]
 
 
-def named_labels(name: str) -> list[float]:
-    labels = {"label_names": ["targets"], "remove_unused_columns": False}
+def named_labels(name: str, **given: Any) -> list[float]:
     data = {"data": parts.Named(), "with_eval_dataset": parts.Named(8)}
-    made = trainer(name, kind=parts.NamedLoss, **labels, **data)
+    made = trainer(name, kind=parts.NamedLoss, label_names=["targets"], **data, **given)
     made.train()
     found = made.predict(parts.Named(6))
     return [*numbers(made), found.metrics["test_loss"], float(found.label_ids.sum())]
@@ -247,7 +246,7 @@ def only_model(name: str) -> list[float]:
     return [*found, *run(name, lambda: net), float(len(states))]
 
 
-def written(name: str) -> list[float]:
+def written(name: str, trains: bool = True) -> list[float]:
     def metrics(prediction: Any) -> dict[str, float]:
         return {"right": float(abs(prediction.predictions).sum())}
 
@@ -255,7 +254,10 @@ def written(name: str) -> list[float]:
     made = trainer(
         name, parts.encoder_decoder, Seq2SeqTrainer, with_compute_metrics=metrics, **generates
     )
-    made.train()
+    if trains:
+        made.train()
+    else:
+        made.evaluate()
     stops = StoppingCriteriaList([parts.StopByRank(made.args.process_index)])
     found = made.predict(parts.Tokens(7), stopping_criteria=stops, min_new_tokens=5)
     return numbers(made) + found.predictions.flatten().tolist()
@@ -347,6 +349,7 @@ RUNS: dict[str, Callable[..., list[float]]] = {
     ),
     "encoder_decoder": lambda name: run(name, parts.encoder_decoder),
     "predict_with_generate": written,
+    "evaluated_alone": partial(written, trains=False),
     "restored_callback": restored_callback,
     "grouped": partial(run, data=parts.Lengths(), with_data_collator=parts.padded),
     "named_labels": named_labels,

@@ -1,5 +1,5 @@
-"""Loops of frameworks that the tests do not install: which names of DeepSpeed each calls, in its
-order and with its configuration. This script does not mention zero.
+"""Loops of accelerate, and of frameworks that the tests do not install: which names of DeepSpeed
+each calls, in its order and with its configuration. This script does not mention zero.
 
 `python frameworks.py CASE STAGE FOLDER` fails unless losses and saved weights are those of plain
 torch. Each case trains three steps on the same eight rows, of which each of two ranks has four,
@@ -24,12 +24,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from jobs import Tokens, collate, make_model
 from safetensors.torch import load_file, save_model
 from torch import nn
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import logsigmoid, mse_loss
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -401,42 +401,6 @@ def llama_factory(stage: int, folder: Path) -> Done:
     return losses, saved
 
 
-class RankingLoss(nn.Module):
-    """Of sentence-transformers: it keeps the model, in whose place its trainer puts the engine."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        first, second = (
-            self.model(input_ids=ids).logits.mean(1) for ids in batch["input_ids"].split(4, dim=1)
-        )
-        return cross_entropy(first @ second.T, torch.arange(len(first)))
-
-
-def ranking_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return RankingLoss(model)(batch)
-
-
-class SentenceTrainer(Sequential):
-    loss: RankingLoss
-
-    def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
-        if model == self.model_wrapped and self.loss.model != model:
-            self.loss.model = model
-        return self.loss(inputs)
-
-
-def sentence_transformers(stage: int, folder: Path) -> Done:
-    settings = arguments(folder, stage)
-    model = LlamaForCausalLM.from_pretrained(base(folder))
-    data = Tokens(ROWS, False)
-    trainer = SentenceTrainer(model, settings, train_dataset=data, data_collator=collate)
-    trainer.loss = RankingLoss(model)
-    return trained(trainer, folder)
-
-
 def diffusers(stage: int, folder: Path) -> Done:
     """A frozen encoder, the average of `EMAModel`, states of the accelerator."""
     sizes = {"train_batch_size": ROWS, "train_micro_batch_size_per_gpu": ROWS // RANKS}
@@ -485,6 +449,67 @@ def diffusers(stage: int, folder: Path) -> Done:
             torch.allclose(mean_, state[name]) for mean_, name in zip(average, named, strict=True)
         )
     assert len(popped) == 1
+    return losses, reloaded(folder)
+
+
+def make_teacher() -> LlamaForCausalLM:
+    teacher = make_model("llama").eval()
+    with torch.no_grad():
+        teacher.model.norm.weight.mul_(3)
+    return teacher
+
+
+class Distilled:
+    """The loss of a student: also the distance from a teacher's logits."""
+
+    def __init__(self, teacher: nn.Module):
+        self.teacher = teacher
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.teacher(**batch).logits
+        output = model(**batch)
+        return output.loss + mse_loss(output.logits, target)
+
+
+def two_plugins(stage: int, folder: Path) -> Done:
+    """Of a student, with two micro-batches a step, and of a teacher that is not trained."""
+    path = folder / f"teacher{RANK}"
+    make_teacher().save_pretrained(path)
+    adam = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
+    warmup = {"warmup_min_lr": LR, "warmup_max_lr": LR, "warmup_num_steps": "auto"}
+    of_student = config_of(stage) | {"gradient_clipping": CLIP}
+    of_student |= {"optimizer": {"type": "AdamW", "params": adam}}
+    of_student |= {"scheduler": {"type": "WarmupLR", "params": warmup}}
+    of_teacher = config_of(stage) | {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+    settings = {"student": of_student, "teacher": of_teacher}
+    plugins = {name: DeepSpeedPlugin(hf_ds_config=each) for name, each in settings.items()}
+    accelerator = Accelerator(deepspeed_plugins=plugins, gradient_accumulation_steps=2)
+    data = Tokens(ROWS, False)
+    loader = torch.utils.data.DataLoader(data, ROWS // RANKS // 2, collate_fn=collate)
+    student = make_model("llama")
+    optimizer = DummyOptim(student.parameters(), lr=LR, weight_decay=0.0)
+    schedule = DummyScheduler(optimizer, total_num_steps=100, warmup_num_steps=2)
+    student, optimizer, loader, schedule = accelerator.prepare(student, optimizer, loader, schedule)
+    accelerator.state.select_deepspeed_plugin("teacher")
+    teacher = accelerator.prepare(LlamaForCausalLM.from_pretrained(path))
+    teacher.eval()
+    accelerator.state.select_deepspeed_plugin("student")
+    loss_of, losses = Distilled(teacher), []
+    for _ in range(STEPS):
+        losses.append(0.0)
+        for batch in loader:
+            with accelerator.accumulate(student):
+                loss = loss_of(student, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses[-1] += loss.item() / 2
+    assert teacher.optimizer is None and student.global_steps == STEPS
+    state = accelerator.get_state_dict(student)
+    if RANK == 0:
+        accelerator.unwrap_model(student).save_pretrained(folder / "model", state_dict=state)
     return losses, reloaded(folder)
 
 
@@ -567,7 +592,7 @@ CASES: dict[str, tuple[Callable[[int, Path], Done], bool, LossOf]] = {
     "open-instruct": (open_instruct, False, language_loss),
     "ms-swift": (ms_swift, True, language_loss),
     "LLaMA-Factory": (llama_factory, True, pairwise_loss),
-    "sentence-transformers": (sentence_transformers, True, ranking_loss),
+    "accelerate": (two_plugins, False, Distilled(make_teacher())),
     "diffusers": (diffusers, False, language_loss),
     "Lightning Fabric": (lightning_fabric, False, language_loss),
 }
