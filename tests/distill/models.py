@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
+from torch.nn.functional import pad
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -14,6 +17,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+
+from distill.data import Collator
 
 VOCABULARY = 40
 
@@ -86,23 +91,15 @@ def pairs(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
     ]
 
 
-class Pad:
-    """Collates examples. Pads on the right, to the longest example or to a multiple."""
+class Pad(Collator):
+    """Pads further, to a multiple."""
 
     def __init__(self, multiple: int = 1):
+        super().__init__(0)
         self.multiple = multiple
 
-    def __call__(self, examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        padding = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-        examples = [
-            {**example, "attention_mask": [1] * len(example["input_ids"])} for example in examples
-        ]
-        batch = {}
-        for name, value in padding.items():
-            longest = max(len(example[name]) for example in examples)
-            longest += -longest % self.multiple
-            rows = [
-                example[name] + [value] * (longest - len(example[name])) for example in examples
-            ]
-            batch[name] = torch.tensor(rows)
-        return batch
+    def __call__(self, examples: Iterable[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+        return {
+            name: pad(value, (0, -value.shape[1] % self.multiple), value=self.padding[name])
+            for name, value in super().__call__(examples).items()
+        }

@@ -66,15 +66,17 @@ def test_top_k_with_a_tail_is_the_divergence_of_the_bins(loss_type, k):
     check(loss_type, logits(3, 6, 33), logits(4, 6, 33), 2.0, top_k=k)
 
 
-@pytest.mark.parametrize("beta", [0.01, 0.3, 0.99])
-def test_jsd_for_other_betas(beta):
-    check("jsd", logits(5, 6, 40), logits(6, 6, 40), 1.5, beta=beta)
-
-
-@pytest.mark.parametrize("skew_alpha", [0.0, 0.3, 0.9])
-@pytest.mark.parametrize("loss_type", ["skew_forward_kl", "skew_reverse_kl"])
-def test_skew_for_other_alphas(loss_type, skew_alpha):
-    check(loss_type, logits(7, 6, 40), logits(8, 6, 40), 1.5, skew_alpha=skew_alpha)
+@pytest.mark.parametrize(
+    ("loss_type", "parameter", "values"),
+    [
+        ("jsd", "beta", (0.01, 0.3, 0.99)),
+        ("skew_forward_kl", "skew_alpha", (0.0, 0.3, 0.9)),
+        ("skew_reverse_kl", "skew_alpha", (0.0, 0.3, 0.9)),
+    ],
+)
+def test_other_parameters(loss_type, parameter, values):
+    for value in values:
+        check(loss_type, logits(5, 6, 40), logits(6, 6, 40), 1.5, **{parameter: value})
 
 
 @pytest.mark.parametrize("student_size, teacher_size", [(20, 31), (31, 20)])

@@ -7,7 +7,6 @@ rounding. A leak from another position would be larger by many orders of magnitu
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from transformers.cache_utils import DynamicCache
 
 from distill.hidden import AttentionRecorder, layers_and_width
 from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
-from distill.student import from_config, load_config
 from tests.tolerance import assert_close, rounding
 
 VOCABULARY = 50
@@ -158,14 +156,6 @@ def test_it_saves_and_loads_by_the_auto_classes(model, tmp_path):
     ids = tokens(2, 6)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert loaded.config.num_hidden_layers == 4
-
-
-def test_a_file_with_its_sizes_makes_a_student(tmp_path):
-    sizes = {"vocab_size": 64, "hidden_size": 16, "encoder_layers": 3, "decoder_layers": 2}
-    path = tmp_path / "small.json"
-    path.write_text(json.dumps({"model_type": "minicodformer", **sizes}))
-    student = from_config(load_config(str(path)))
-    assert (len(student.encoder), len(student.decoder)) == (3, 2)
 
 
 def test_losses_between_layers_count_encoder_and_decoder(model):

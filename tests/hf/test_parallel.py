@@ -95,7 +95,6 @@ def test_the_trainer_has_the_losses_of_one_process(case: Case, plain: dict, tmp_
     assert max(column(expected, "grad_norm")) > TWO_EPOCHS["max_grad_norm"]  # it clips
     for number, report in enumerate(reports):
         assert_trains_as(report, expected, case.ranks)
-        assert report["config"]["train_batch_size"] == 2 * ROWS
         model = AutoModelForCausalLM.from_pretrained(tmp_path / str(number)).state_dict()
         assert model.keys() == expected["weights"].keys()
         for name, value in expected["weights"].items():

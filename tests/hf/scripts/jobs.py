@@ -29,7 +29,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch._dynamo.utils import counters
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LlamaConfig,
@@ -159,7 +158,6 @@ def run(job: dict, callbacks: list[TrainerCallback]) -> None:
         if "reference" in job
         else (None, None),
     )
-    graphs = counters["stats"]["unique_graphs"]
     trainer.train(resume_from_checkpoint=job.get("resume"))
     report = {
         "log": list(trainer.state.log_history),  # without the evaluation that follows
@@ -171,7 +169,6 @@ def run(job: dict, callbacks: list[TrainerCallback]) -> None:
         "held": sum(getattr(each, "ds_tensor", each).numel() for each in model.parameters())
         / sum(each.numel() for each in model.parameters()),
     }
-    report["graphs"] = counters["stats"]["unique_graphs"] - graphs  # of torch.compile
     if job.get("predict"):
         report["predictions"] = trainer.predict(
             trainer.eval_dataset, max_new_tokens=8
