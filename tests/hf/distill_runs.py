@@ -36,11 +36,10 @@ def save_llama(folder: Path, layers: int, **sizes: Any) -> LlamaForCausalLM:
     return model
 
 
-def write_stage(folder: Path, stage: int) -> None:
-    """Write `stageN.json`, a configuration of the engine."""
-    section = {"stage": stage, "stage3_param_persistence_threshold": 100}
+def write_stage_3(folder: Path) -> None:
+    section = {"stage": 3, "stage3_param_persistence_threshold": 100}
     section["stage3_gather_16bit_weights_on_model_save"] = True
-    (folder / f"stage{stage}.json").write_text(json.dumps({"zero_optimization": section, **AUTO}))
+    (folder / "stage3.json").write_text(json.dumps({"zero_optimization": section, **AUTO}))
 
 
 def run_jobs(folder: Path, jobs: dict[str, str], ranks: int) -> tuple[dict[str, Any], str]:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill import data
 from distill.batch import IGNORED
 from tests.hf import distill_runs
-from tests.hf.distill_runs import LINES, log, run_jobs, save_llama, write_stage
+from tests.hf.distill_runs import LINES, log, run_jobs, save_llama, write_stage_3
 from tests.tolerance import assert_close, rounding
 
 pytestmark = [
@@ -43,23 +43,20 @@ COMMON = (
 )
 WHOLE = f"{COMMON} --per_device_train_batch_size {BATCH}"
 HALF = f"{COMMON} --per_device_train_batch_size {BATCH // 2}"
-MERGES = "--merge_adapters True --export_dtype float32"
-WRITES = "--lmbda 1 --max_new_tokens 4 --hidden_loss_weight 0.1"
-STAGES = [f"--deepspeed {{}}/stage{stage}.json" for stage in range(4)]
+STAGE_3 = "--deepspeed {}/stage3.json"
 JOBS: dict[int, dict[str, str]] = {
     0: {
         "plain": WHOLE,
         "untrained": f"{COMMON} --learning_rate 0 --max_steps 1",
-        "merged": f"{WHOLE} --do_eval {MERGES}",
-        "writes": f"{COMMON} --lora_target_modules all-linear --attn_relation_weight 0.1 {WRITES}",
         "no model": f"{LORA} --do_train --student_config {{}}/student --kd_alpha 0 "
         "--train_file {}/text.txt",
         "no layers": f"{COMMON} --lora_target_modules nothing_like_it",
     },
     2: {
-        **{f"stage {stage}": f"{HALF} {option}" for stage, option in enumerate(STAGES)},
-        "merged at stage 3": f"{HALF} {STAGES[3]} {MERGES}",
-        "writes at stage 3": f"{COMMON} {STAGES[3]} {WRITES}",
+        "sharded": f"{HALF} {STAGE_3}",
+        "merged": f"{HALF} {STAGE_3} --merge_adapters True --export_dtype float32",
+        "writes": f"{COMMON} {STAGE_3} --lora_target_modules all-linear --lmbda 1 "
+        "--max_new_tokens 4 --hidden_loss_weight 0.1 --attn_relation_weight 0.1",
     },
 }
 
@@ -70,8 +67,7 @@ def folder(tmp_path_factory) -> Path:
     for name, layers in (("student", 2), ("teacher", 3)):
         save_llama(folder / name, layers)
     (folder / "text.txt").write_text("".join(LINES))
-    for stage in range(4):
-        write_stage(folder, stage)
+    write_stage_3(folder)
     return folder
 
 
@@ -114,39 +110,25 @@ def by_hand(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     return found, get_peft_model_state_dict(model)
 
 
-def test_adapters_are_trained_as_plain_peft_trains_them(folder, results):
-    assert results["plain"] == [0, ""]
+@pytest.mark.parametrize("name", ["plain", "sharded"])
+def test_adapters_are_trained_as_plain_peft_trains_them(name, folder, results):
+    assert results[name] == results["untrained"] == [0, ""]
     expected_losses, expected = by_hand(folder)
-    assert log(folder / "plain") == pytest.approx(expected_losses, rel=CLOSE)
-    found, first = (load_file(folder / name / ADAPTER) for name in ("plain", "untrained"))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert_close(found[name], value, 600, STEPS)
-        assert not torch.equal(found[name], first[name])
-    assert not list((folder / "plain").glob("model*.safetensors"))
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_every_stage_trains_the_same_adapters(stage, folder, results):
-    name = f"stage {stage}"
-    assert results[name] == [0, ""]
-    assert log(folder / name) == pytest.approx(log(folder / "plain"), rel=CLOSE)
-    found, expected = (load_file(folder / each / ADAPTER) for each in (name, "plain"))
+    assert log(folder / name) == pytest.approx(expected_losses, rel=CLOSE)
+    found, first = (load_file(folder / each / ADAPTER) for each in (name, "untrained"))
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert_close(found[key], value, 600, STEPS)
-
-
-def test_the_card_names_the_base(folder, results):
-    card = (folder / "plain" / "README.md").read_text()
+        assert not torch.equal(found[key], first[key])
+    assert not list((folder / name).glob("model*.safetensors"))
+    card = (folder / name / "README.md").read_text()
     assert f"base_model: {folder}/student" in card and "kd_alpha" in card
 
 
-@pytest.mark.parametrize("name", ["merged", "merged at stage 3"])
-def test_merged_students_predict_what_their_adapters_do(name, folder, results):
-    assert results[name] == [0, ""]
-    assert not (folder / name / "adapter_config.json").exists()
-    whole = AutoModelForCausalLM.from_pretrained(folder / name)
+def test_a_merged_student_predicts_what_its_adapters_do(folder, results):
+    assert results["merged"] == [0, ""]
+    assert not (folder / "merged" / "adapter_config.json").exists()
+    whole = AutoModelForCausalLM.from_pretrained(folder / "merged")
     assert whole.dtype == torch.float32
     adapted = AutoPeftModelForCausalLM.from_pretrained(folder / "plain")
     ids = torch.arange(3, 40).unsqueeze(0)
@@ -155,10 +137,9 @@ def test_merged_students_predict_what_their_adapters_do(name, folder, results):
     assert_close(ours, expected, 600, STEPS)
 
 
-@pytest.mark.parametrize("name", ["writes", "writes at stage 3"])
-def test_adapted_students_write_and_match_layers(name, folder, results):
-    assert results[name] == [0, ""]
-    assert not [key for key in load_file(folder / name / ADAPTER) if "distillation" in key]
+def test_an_adapted_student_writes_and_matches_layers(folder, results):
+    assert results["writes"] == [0, ""]
+    assert not [key for key in load_file(folder / "writes" / ADAPTER) if "distillation" in key]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.hf import distill_runs
-from tests.hf.distill_runs import LINES, log, run_jobs, save_llama, write_stage
+from tests.hf.distill_runs import LINES, log, run_jobs, save_llama, write_stage_3
 from tests.processes import REPOSITORY
 
 # More than the limits of the two processes that the fixture starts.
@@ -41,7 +41,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     for name, layers in (("student", 1), ("teacher", 2)):
         save_llama(folder / name, layers)
-    write_stage(folder, 3)
+    write_stage_3(folder)
     (folder / "lines.jsonl").write_text("\n".join(json.dumps({"text": x}) for x in LINES))
     return folder
 
