@@ -223,7 +223,8 @@ def test_minicodformer_learns_from_dialogues_and_is_exported_in_fp16(finished):
 
 @pytest.mark.parametrize("name", ["from_cache", "t5_from_cache", "uld"])
 def test_a_student_learns(name, finished):
-    assert finished.figures(name)["eval_kd_loss"] > 0
+    found = finished.figures(name)
+    assert found["eval_loss"] > 0 and (name != "uld" or found["eval_kd_loss"] > 0)
 
 
 def test_t5_is_scored_with_bleu(finished):
