@@ -16,7 +16,6 @@ STAGES = {
     "OpenRLHF": (2, 3),
     "open-instruct": (2, 3),
     "ms-swift": (3,),
-    "LLaMA-Factory": (3,),
     "accelerate": (3,),
     "diffusers": (2, 3),
     "Lightning Fabric": (2, 3),

@@ -11,20 +11,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from benchmarks.compatibility.__main__ import (
     SCRIPTS,
     command,
     find,
-    loss_difference,
     measure,
     read_log,
     train,
-    weight_difference,
     write_inputs,
 )
-from tests.hf.trainer_runs import SCRIPTS as JOBS
 from tests.hf.trainer_runs import TIMEOUT
 from tests.processes import fork_ranks
 from tests.releases import needs
@@ -50,6 +46,7 @@ FOLLOWS = " --sync_ref_model --ref_model_sync_steps 1 --ref_model_mixup_alpha 0.
         ("sft", "LoRA", ""),
         ("reward", "full", ""),
         ("grpo", "full", ""),
+        *((name, "full", "") for name in ("distillation", "gkd", "gold")),
         ("dpo", "full", PRECOMPUTES),
         ("dpo", "LoRA", PRECOMPUTES),
         ("kto", "full", PRECOMPUTES),
@@ -59,8 +56,9 @@ FOLLOWS = " --sync_ref_model --ref_model_sync_steps 1 --ref_model_mixup_alpha 0.
 def test_a_script_has_the_losses_and_weights_of_ddp(
     data: Path, name: str, method: str, more: str
 ) -> None:
-    """Train, evaluate, save and load. GRPO generates, and has a reference model (beta 0.1). Blocks
-    of a model that is trained in full run batches in slices, beside TRL's own head.
+    """Train, evaluate, save and load. GRPO generates, and has a reference model (beta 0.1). The
+    students of the distillation trainers write all completions, GKD's some of them. Blocks of a
+    model that is trained in full run batches in slices, beside TRL's own head.
     """
     script = SCRIPTS[f"trl/{name}"]
     script = dataclasses.replace(script, arguments=script.arguments + more, resumes=False)
@@ -107,49 +105,3 @@ def test_packed_sequences_that_two_ranks_share(data: Path) -> None:
     for key in ("loss", "grad_norm"):
         expected, found = ([entry[key] for entry in log] for log in logs)
         assert found == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.fixture(scope="module")
-def teachers(data: Path) -> dict[str, Path]:
-    """The folders of what the distillation trainers do under DDP, and at stage 3 with the weights
-    of student and teacher in files.
-    """
-    lines = {}
-    for name in ("distillation", "gkd", "gold"):
-        line = SCRIPTS[f"trl/{name}"].arguments.format(data=data).split()
-        lines[name] = [*line[line[0] == name :], "--max_steps", "2", "--save_strategy", "no"]
-    configuration = json.loads((data / "stage3.json").read_text())
-    files = {"device": "nvme", "nvme_path": str(data)}
-    configuration["zero_optimization"]["offload_param"] = files | {"max_in_cpu": 0}
-    (data / "files.json").write_text(json.dumps(configuration))
-    script, folders = JOBS / "teachers.py", {}
-    for name, start, more, options in (
-        ("ddp", [script], [], {"imported": "transformers", "env": {"ACCELERATE_USE_CPU": "true"}}),
-        ("zero", ["-m", "zero", "run", script], ["--deepspeed", str(data / "files.json")], {}),
-    ):
-        folders[name] = data / name
-        folders[name].mkdir()
-        file = folders[name] / "lines.json"
-        file.write_text(json.dumps({each: line + more for each, line in lines.items()}))
-        done = fork_ranks(*start, data / name, file, nproc=2, timeout=TIMEOUT, **options)
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return folders
-
-
-@pytest.mark.parametrize("name", ["distillation", "gkd", "gold"])
-def test_a_distillation_trainer_has_the_losses_of_ddp_and_a_sharded_teacher_in_files(
-    data: Path, teachers: dict[str, Path], name: str
-) -> None:
-    """The students of the first and the third write all completions, GKD's some of them."""
-    ranks = [
-        {kind: json.loads((folder / name / f"rank{rank}.json").read_text())
-         for kind, folder in teachers.items()}
-        for rank in (0, 1)
-    ]  # fmt: skip
-    assert loss_difference(ranks[0]["ddp"]["log"], ranks[0]["zero"]["log"]) < 1e-5, ranks
-    assert weight_difference(*(folder / name for folder in teachers.values())) < 1e-5
-    # TRL sets the teacher's threshold to ten times its width, so biases and norms stay whole.
-    weights = load_file(data / "teacher" / "model.safetensors").values()
-    large = sum(weight.nbytes for weight in weights if weight.numel() > 320)
-    held = [rank["zero"]["teacher"] for rank in ranks]
-    assert held == [{"file": large // 2, "memory": 0}] * 2

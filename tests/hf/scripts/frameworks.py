@@ -29,7 +29,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from jobs import Tokens, collate, make_model
 from safetensors.torch import load_file, save_model
 from torch import nn
-from torch.nn.functional import logsigmoid, mse_loss
+from torch.nn.functional import mse_loss
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -120,7 +120,6 @@ def rlhf_config(stage: int, **others: Any) -> dict[str, Any]:
 
 def openrlhf(stage: int, folder: Path) -> Done:
     from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
     deepspeed.init_distributed(timeout=timedelta(minutes=60))
     config = rlhf_config(
@@ -160,24 +159,6 @@ def openrlhf(stage: int, folder: Path) -> Done:
         load_lr_scheduler_states=True, load_module_only=False,
     )  # fmt: skip
     assert path is not None and states["samples"] == 16
-
-    # While vLLM generates
-    assert engine.config["zero_optimization"]["offload_optimizer"]["device"] == "none"
-    kinds = OffloadStateTypeEnum
-    engine.optimizer.offload_states(
-        include=[kinds.optim_states, kinds.contiguous_grad_buffer, kinds.hp_params, kinds.lp_grads],
-        device=OffloadDeviceEnum.cpu, pin_memory=False, non_blocking=True,
-    )  # fmt: skip
-    engine.empty_partition_cache()
-    engine.reload_states(non_blocking=True)
-    assert train(engine, 1) == losses[-1:]
-
-    # A reference model, in an engine without an optimizer
-    reference = LlamaForCausalLM.from_pretrained(base(folder))
-    frozen = rlhf_config(3 if stage == 3 else 0, train_batch_size=ROWS)
-    reference_engine, *_ = start(model=reference, config=frozen)
-    with torch.no_grad():
-        assert abs(language_loss(reference_engine, batch_of(MINE)).item() - losses[0]) < 1e-6
 
     # To vLLM, one by one
     sent = {}
@@ -274,15 +255,13 @@ def open_instruct(stage: int, folder: Path) -> Done:
 
 
 class Sequential(Trainer):
-    """Rank 0 has the first rows of each step. `loss_of` is the framework's loss."""
-
-    loss_of: LossOf = staticmethod(language_loss)
+    """Rank 0 has the first rows of each step."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
-        return self.loss_of(model, inputs)
+        return language_loss(model, inputs)
 
 
 def config_of(stage: int) -> dict[str, Any]:
@@ -347,57 +326,6 @@ def ms_swift(stage: int, folder: Path) -> Done:
     with torch.no_grad():
         mine = torch.stack([language_loss(each, batch_of(MINE)) for each in (teacher, model)])
     assert mine[1] < mine[0]
-    return losses, saved
-
-
-class ValueHead(nn.Module):
-    """A reward model as LLaMA-Factory saves it."""
-
-    def __init__(self, pretrained: LlamaForCausalLM):
-        super().__init__()
-        self.pretrained_model, self.config = pretrained, pretrained.config
-        self.v_head = nn.ModuleDict({"summary": nn.Linear(32, 1)})
-        with torch.no_grad():
-            self.v_head["summary"].weight.copy_(torch.linspace(-1, 1, 32))
-            self.v_head["summary"].bias.zero_()
-
-    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
-        output = self.pretrained_model(**batch, output_hidden_states=True, use_cache=False)
-        return self.v_head["summary"](output.hidden_states[-1]).squeeze(-1)
-
-
-def pairwise_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    values = model(input_ids=batch["input_ids"])
-    chosen, rejected = values[:, -1].chunk(2)
-    return -logsigmoid(chosen.float() - rejected.float()).mean()
-
-
-class PairwiseTrainer(Sequential):
-    loss_of = staticmethod(pairwise_loss)
-
-    def _save(self, output_dir: str | None = None, state_dict: Weights | None = None) -> None:
-        state = self.model.state_dict() if state_dict is None else state_dict
-        once = {id(value): name for name, value in sorted(state.items(), reverse=True)}
-        super()._save(output_dir, {name: state[name] for name in once.values()})
-
-
-def llama_factory(stage: int, folder: Path) -> Done:
-    """The reward model; the size of the vocabulary; PPO's exchange of heads."""
-    settings = arguments(folder, stage)
-    pretrained = LlamaForCausalLM.from_pretrained(base(folder))
-    embedding = pretrained.get_input_embeddings()
-    with deepspeed.zero.GatheredParameters([embedding.weight]):
-        assert embedding.weight.size(0) == 64
-    model = ValueHead(pretrained)
-    data = Tokens(ROWS, False)
-    trainer = PairwiseTrainer(model, settings, train_dataset=data, data_collator=collate)
-    losses, saved = trained(trainer, folder)
-    head = model.v_head["summary"]
-    with deepspeed.zero.GatheredParameters([head.weight, head.bias], modifier_rank=0):
-        kept = head.weight.data.detach().clone()
-        head.weight.data = torch.full_like(kept, 2.0)
-    with deepspeed.zero.GatheredParameters([head.weight]):
-        assert head.weight.eq(2).all() and not kept.eq(2).any()
     return losses, saved
 
 
@@ -591,7 +519,6 @@ CASES: dict[str, tuple[Callable[[int, Path], Done], bool, LossOf]] = {
     "OpenRLHF": (openrlhf, False, language_loss),
     "open-instruct": (open_instruct, False, language_loss),
     "ms-swift": (ms_swift, True, language_loss),
-    "LLaMA-Factory": (llama_factory, True, pairwise_loss),
     "accelerate": (two_plugins, False, Distilled(make_teacher())),
     "diffusers": (diffusers, False, language_loss),
     "Lightning Fabric": (lightning_fabric, False, language_loss),
@@ -601,14 +528,12 @@ CASES: dict[str, tuple[Callable[[int, Path], Done], bool, LossOf]] = {
 def main() -> None:
     name, stage, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     loop, is_mean, loss_of = CASES[name]
-    model = make_model("llama")
-    expected, weights = plain(ValueHead(model) if loss_of is pairwise_loss else model, loss_of)
+    expected, weights = plain(make_model("llama"), loss_of)
     losses, saved = loop(stage, folder)
     losses = losses if is_mean else mean(losses)
     if RANK == 0:
         # A file has a tied weight once.
-        prefix = "pretrained_model." if loss_of is pairwise_loss else ""
-        head, embedding = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         tied = saved.get(head, saved.get(embedding))
         saved |= {head: tied, embedding: tied}
         assert saved.keys() == weights.keys()
