@@ -54,7 +54,7 @@ def run_jobs(folder: Path, jobs: dict[str, str], ranks: int) -> tuple[dict[str, 
             lines[-1] += ["--output_dir", str(folder / name)]
     path = folder / f"jobs{ranks}.json"
     path.write_text(json.dumps(lines))
-    process = fork_ranks(SCRIPTS / "commands.py", path, nproc=ranks, timeout=TIMEOUT)
+    process = fork_ranks(SCRIPTS / "commands.py", path, nproc=ranks, timeout=1.5 * TIMEOUT)
     assert process.returncode == 0, process.stdout + process.stderr
     results = dict(zip(jobs, json.loads(path.with_suffix(".out").read_text()), strict=True))
     return results, process.stdout

@@ -6,26 +6,22 @@ the same scripts run in forks of a server, which has made the imports."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from benchmarks.applications import t5_3b
 from tests.accelerator.test_offload import ON_GPU
 from tests.hf.trainer_runs import SCRIPTS, SHIPPED_CONFIG, column, write_jobs
 from tests.processes import REPOSITORY, Done, fork_ranks, run, torchrun
 from tests.tolerance import rounding
 
 SCRIPT = REPOSITORY / "run_translation.py"
-GIB = 1 << 30
 LIMIT = 280  # seconds
 
 Start = Callable[..., Done]
@@ -107,24 +103,3 @@ def test_a_script_with_a_trainer(start, tmp_path):
         model = AutoModelForSeq2SeqLM.from_pretrained(output)
         assert all(value.isfinite().all() for value in model.state_dict().values())
     assert losses[1] == pytest.approx(losses[0], rel=rounding(torch.bfloat16, 64, 4))
-
-
-def too_small() -> bool:
-    if not torch.cuda.is_available():
-        return True
-    total = torch.cuda.get_device_properties(0).total_memory
-    return total < 16 * GIB or psutil.virtual_memory().available < 80 * GIB
-
-
-@pytest.mark.timeout(1000)
-@pytest.mark.skipif(too_small(), reason="T5-3B needs 80 GiB of host memory")
-@pytest.mark.parametrize("start", DEVICES[:1])
-def test_the_shipped_command_on_t5_3b(start, tmp_path):
-    options = argparse.Namespace(small=False, device="cpu", folder=tmp_path, steps=2)
-    command = t5_3b.prepare(tmp_path, options)[1:]
-    command[command.index("--deepspeed") + 1] = str(SHIPPED_CONFIG)
-    done = start(*command, "--skip_memory_metrics", False, launched=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    output = tmp_path / "out"
-    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2
-    assert_where(output / "train_results.json", start)

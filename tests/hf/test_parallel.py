@@ -1,11 +1,9 @@
 """Ranks that share sequences, layers or experts, or are replicas: the Trainer, unmodified, beside
-one process; from a checkpoint on, too. Experts also under accelerate's launcher, in TRL.
+one process; from a checkpoint on, too.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.hf.trainer_runs import (
     AUTO,
-    SCRIPTS,
     TWO_EPOCHS,
     assert_trains_as,
     column,
     run_plain,
     run_unmodified,
 )
-from tests.processes import REPOSITORY, run
 from tests.releases import needs
 
 ROWS = 4  # of a micro-batch, over all ranks
@@ -103,17 +99,3 @@ def test_the_trainer_has_the_losses_of_one_process(case: Case, plain: dict, tmp_
         assert column(reports[1], key) == column(reports[0], key)
     if "replicas" in case.keys:
         assert 0.5 <= reports[0]["held"] < 0.55, "with paddings"
-
-
-def test_accelerate_launch_and_trl_have_the_losses_of_gathered_experts(tmp_path: Path):
-    pytest.importorskip("trl")
-    files = [tmp_path / name for name in ("gathered.json", "divided.json")]
-    for file, sections in zip(files, ({}, EXPERTS), strict=True):
-        file.write_text(json.dumps(deepspeed(3, sections)))
-    command = [
-        sys.executable, "-m", "zero", "run", "accelerate", "launch", "--use_deepspeed",
-        "--deepspeed_config_file", files[1], "--num_processes", 2, "--main_process_port", 0,
-        SCRIPTS / "experts.py", files[0], tmp_path,
-    ]  # fmt: skip
-    done = run([str(word) for word in command], timeout=280, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -51,23 +51,9 @@ class Case(NamedTuple):
 
 CASES = {
     "AdamW+WarmupLR": Case(LOG, {"optimizer": AUTO_ADAM, "scheduler": AUTO_WARMUP}, "AdamW"),
-    "Adam+WarmupDecayLR": Case(
-        DECAY,
-        {
-            "optimizer": {"type": "Adam", "params": {**ADAM, "adam_w_mode": False}},
-            "scheduler": {
-                "type": "WarmupDecayLR",
-                "params": {
-                    "total_num_steps": "auto", "warmup_max_lr": 1e-2, "warmup_num_steps": 3,
-                    "warmup_type": "linear",
-                },
-            },
-        },
-        "Adam",
-    ),
     "AdamW, the Trainer's schedule": Case(LINEAR, {"optimizer": AUTO_ADAM}, "AdamW"),
     "the Trainer's optimizer, WarmupLR": Case(LOG, {"scheduler": AUTO_WARMUP}),
-}  # fmt: skip
+}
 if hasattr(torch.optim, "Muon"):  # since 2.9; tests/parity compares its numbers
     CASES["Muon"] = Case(LINEAR, {"optimizer": {"type": "Muon", "params": MUON}})
 
