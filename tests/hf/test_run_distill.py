@@ -38,17 +38,7 @@ from distill.batch import IGNORED
 from distill.cache import TeacherCache
 from distill.corpus import train_tokenizer
 from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
-from tests.hf import distill_runs
-from tests.hf.distill_runs import (
-    LINES,
-    SCRIPTS,
-    SIZES,
-    TOKENIZER,
-    log,
-    run_jobs,
-    save_llama,
-    write_stage_3,
-)
+from tests.hf.trainer_runs import AUTO, TIMEOUT
 from tests.processes import REPOSITORY, fork_ranks
 from tests.tolerance import assert_close, rounding
 
@@ -58,6 +48,59 @@ pytestmark = [
     # PEFT reads a property that transformers has renamed.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
 ]
+
+
+SCRIPTS = REPOSITORY / "tests" / "distill" / "scripts"
+LINES = [f"def add_{i}(a, b):\n    return a + b + {i}\n" for i in range(40)]
+TOKENIZER = train_tokenizer(LINES, 290)
+SIZES: dict[str, Any] = {
+    "vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 48,
+    "num_attention_heads": 4, "initializer_range": 0.3, "pad_token_id": 0, "eos_token_id": 1,
+    "bos_token_id": 1,
+}  # fmt: skip
+# What all command lines have; `{}` stands for the folder of the models and the data.
+OF_ALL = (
+    "--logging_steps 1 --report_to none --disable_tqdm True --ddp_find_unused_parameters False "
+    "--do_train"
+)
+
+
+def save_llama(folder: Path, layers: int, **sizes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(layers)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **SIZES | sizes))
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return model
+
+
+def write_stage_3(folder: Path) -> None:
+    section = {"stage": 3, "stage3_param_persistence_threshold": 100}
+    section["stage3_gather_16bit_weights_on_model_save"] = True
+    (folder / "stage3.json").write_text(json.dumps({"zero_optimization": section, **AUTO}))
+
+
+def run_jobs(folder: Path, jobs: dict[str, str], ranks: int) -> tuple[dict[str, Any], str]:
+    """Return the exit code and the message of each command line, and what all of them printed.
+
+    They write to a folder of their own name, unless they say another one.
+    """
+    lines = []
+    for name, job in jobs.items():
+        lines.append([word.replace("{}", str(folder)) for word in job.split()])
+        if "cache_teacher" not in job and "--output_dir" not in job:
+            lines[-1] += ["--output_dir", str(folder / name)]
+    path = folder / f"jobs{ranks}.json"
+    path.write_text(json.dumps(lines))
+    process = fork_ranks(SCRIPTS / "commands.py", path, nproc=ranks, timeout=1.5 * TIMEOUT)
+    assert process.returncode == 0, process.stdout + process.stderr
+    results = dict(zip(jobs, json.loads(path.with_suffix(".out").read_text()), strict=True))
+    return results, process.stdout
+
+
+def log(folder: Path, key: str = "loss") -> list[Any]:
+    """The numbers in the log of a training, or its steps."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry[key] for entry in history if "loss" in entry]
 
 
 def make_models(folder: Path) -> None:
@@ -98,7 +141,7 @@ def make_data(folder: Path) -> None:
 
 
 COMMON = (
-    f"{distill_runs.COMMON} --do_eval --max_length 32 --max_steps 3 --learning_rate 1e-3 "
+    f"{OF_ALL} --do_eval --max_length 32 --max_steps 3 --learning_rate 1e-3 "
     "--per_device_train_batch_size 4 --save_strategy no"
 )
 TEACHER = "--teacher_model_name_or_path {}/teacher"

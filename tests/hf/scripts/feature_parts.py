@@ -13,13 +13,9 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     StoppingCriteria,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     set_seed,
@@ -71,14 +67,6 @@ class Lengths(Tokens):
         return {"input_ids": ids[: 3 + index % 6], "labels": ids[: 3 + index % 6]}
 
 
-def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    def pad(key: str, value: int) -> torch.Tensor:
-        rows = [each[key] for each in samples]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
-
-    return {"input_ids": pad("input_ids", 0), "labels": pad("labels", -100)}
-
-
 class Pictures(Tokens):
     """Every third sample has a picture."""
 
@@ -125,13 +113,6 @@ def resized() -> Any:
     return net
 
 
-def experts() -> Any:
-    set_seed(1)
-    return MixtralForCausalLM(
-        MixtralConfig(**SIZES, num_local_experts=4, num_key_value_heads=2, pad_token_id=0)
-    )
-
-
 def skips_layers() -> Any:
     set_seed(1)
     return OPTForCausalLM(
@@ -139,17 +120,6 @@ def skips_layers() -> Any:
             hidden_size=16, ffn_dim=32, num_hidden_layers=4, num_attention_heads=2, vocab_size=40,
             word_embed_proj_dim=16, max_position_embeddings=16, layerdrop=0.5, dropout=0.0,
             use_cache=False,
-        )
-    )  # fmt: skip
-
-
-def encoder_decoder(**others: Any) -> Any:
-    """A model with an encoder and a decoder."""
-    set_seed(1)
-    return T5ForConditionalGeneration(
-        T5Config(
-            d_model=16, d_kv=8, d_ff=32, num_layers=1, num_decoder_layers=1, num_heads=2,
-            vocab_size=40, decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0, **others,
         )
     )  # fmt: skip
 

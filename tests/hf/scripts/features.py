@@ -31,6 +31,7 @@ from transformers import (
 
 from tests.hf.features import BEST, EVALUATES, FEATURES
 from tests.hf.scripts import feature_parts as parts
+from tests.hf.scripts.jobs import collate, make_model
 
 FOLDER = Path(sys.argv[1])
 DEEPSPEED = sys.argv[2] if len(sys.argv) > 2 else None
@@ -252,7 +253,7 @@ def written(name: str, trains: bool = True) -> list[float]:
 
     generates = {"predict_with_generate": True, "generation_max_length": 6} | EVALUATES
     made = trainer(
-        name, parts.encoder_decoder, Seq2SeqTrainer, with_compute_metrics=metrics, **generates
+        name, partial(make_model, "t5"), Seq2SeqTrainer, with_compute_metrics=metrics, **generates
     )
     if trains:
         made.train()
@@ -340,18 +341,18 @@ RUNS: dict[str, Callable[..., list[float]]] = {
     ),
     "prompts": lambda name: run(name, parts.prompts),
     "ia3": lambda name: run(name, parts.scaled),
-    "experts": lambda name: run(name, parts.experts),
+    "experts": partial(run, net=partial(make_model, "mixtral")),
     "images": images,
     "images_on_one_rank": lambda name: images(name, parts.with_images),
     "layer_drop": lambda name: run(name, parts.skips_layers, max_steps=4, **UNUSED),
     "layer_drop_by_rank": lambda name: run(
         name, parts.skips_layers, with_callbacks=[parts.SeedByRank()]
     ),
-    "encoder_decoder": lambda name: run(name, parts.encoder_decoder),
+    "encoder_decoder": partial(run, net=partial(make_model, "t5")),
     "predict_with_generate": written,
     "evaluated_alone": partial(written, trains=False),
     "restored_callback": restored_callback,
-    "grouped": partial(run, data=parts.Lengths(), with_data_collator=parts.padded),
+    "grouped": partial(run, data=parts.Lengths(), with_data_collator=collate),
     "named_labels": named_labels,
     "nan_filter": lambda name: run(name, kind=parts.NotANumber),
     "batch_metrics": lambda name: run(

@@ -143,10 +143,10 @@ def openrlhf(stage: int, folder: Path) -> Done:
         get_scheduler, "constant", num_warmup_steps=0, num_training_steps=STEPS,
         scheduler_specific_kwargs={},
     )  # fmt: skip
-    start = partial(deepspeed.initialize, args={"local_rank": RANK}, dist_init_required=True)
-    engine, *_ = start(
-        model=model, optimizer=None, model_parameters=groups, lr_scheduler=schedule, config=config
-    )
+    engine, *_ = deepspeed.initialize(
+        args={"local_rank": RANK}, model=model, optimizer=None, model_parameters=groups,
+        lr_scheduler=schedule, config=config, dist_init_required=True,
+    )  # fmt: skip
     assert isinstance(engine, deepspeed.DeepSpeedEngine)
     losses = train(engine, STEPS - 1)
     assert float(engine.get_global_grad_norm()) > 0
@@ -158,7 +158,7 @@ def openrlhf(stage: int, folder: Path) -> Done:
         where, "step2", load_module_strict=True, load_optimizer_states=True,
         load_lr_scheduler_states=True, load_module_only=False,
     )  # fmt: skip
-    assert path is not None and states["samples"] == 16
+    assert path is not None and states["samples"] == 16 and train(engine, 1) == losses[-1:]
 
     # To vLLM, one by one
     sent = {}
