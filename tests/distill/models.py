@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -23,36 +21,30 @@ from distill.data import Collator
 VOCABULARY = 40
 
 
+def causal(kind: str, width: int, layers: int, seed: int, **others: Any) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "initializer_range": 0.3}
+    config = AutoConfig.for_model(kind, **sizes | others)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
 def llama(
     width: int, layers: int, seed: int, vocabulary: int = VOCABULARY, tied: bool = True
 ) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-            tie_word_embeddings=tied,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
-        )
+    return causal(
+        "llama", width, layers, seed, vocab_size=vocabulary, intermediate_size=2 * width,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
 
 
 def gpt2(width: int, layers: int, seed: int) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY, n_embd=width, n_layer=layers, n_head=4, n_positions=64,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
-        )
-    )  # fmt: skip
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return causal("gpt2", width, layers, seed, bos_token_id=1, eos_token_id=2, **no_dropout)
 
 
-def bloom(width: int, layers: int, seed: int) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": width, "n_layer": layers, "n_head": 4}
-    return BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.3))
+bloom = partial(causal, "bloom")
 
 
 def t5(width: int, layers: int, seed: int) -> PreTrainedModel:

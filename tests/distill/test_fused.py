@@ -22,6 +22,7 @@ from distill.fused import (
     logits_loss,
 )
 from distill.losses import LOSS_TYPES, Divergence, log_probabilities, top_k_with_tail
+from tests.dist.parallel.test_sequence_tiles import Largest
 from tests.distill import references
 from tests.tolerance import assert_close, rounding
 
@@ -203,16 +204,6 @@ def test_bf16_heads_sum_the_weights_gradient_in_fp32():
 
 
 def test_memory_holds_no_tensor_of_tokens_times_vocabulary():
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(tensor, torch.Tensor):
-                    self.elements = max(self.elements, tensor.numel())
-            return result
-
     inputs = case()
     with Largest() as largest:
         fused(*inputs, Recipe(0.5, Divergence("jsd"), 2.0, chunk_size=3))

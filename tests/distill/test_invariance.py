@@ -100,6 +100,7 @@ def test_losses_and_weights_are_the_same(name, reports):
     for key in ("loss", "ce_loss", "kd_loss", "hidden_loss", "relation_loss"):
         values = [entry[key] for entry in expected["log"] if key in entry]
         found = [entry[key] for entry in ours["log"] if key in entry]
+        assert len(found) == STEPS or key not in ("loss", "kd_loss")
         assert found == pytest.approx(values, rel=CLOSE), key
     for key in ("loss", "kd_loss", "teacher_ce", "top1_agreement", "tokens"):
         found, value = (each["evaluation"][f"eval_{key}"] for each in (ours, expected))
@@ -108,12 +109,6 @@ def test_losses_and_weights_are_the_same(name, reports):
     assert ours.keys() >= expected.keys()
     for key, value in expected.items():
         assert_close(ours[key], value, TERMS, STEPS)
-
-
-def test_every_log_has_its_steps_and_parts(reports):
-    for name, report in reports.items():
-        assert sum("loss" in entry for entry in report["log"]) == 2, name
-        assert all("kd_loss" in entry for entry in report["log"] if "loss" in entry), name
 
 
 def test_projections_are_not_exported(reports):

@@ -131,3 +131,22 @@ def test_hybrid_sharding_counts_what_crosses_groups() -> None:
     assert int(hpz) == pytest.approx(int(whole) * 2 / 3, rel=0.1)
     # But for paddings.
     assert int(mics_held) == pytest.approx(2 * int(held), rel=0.03) and held == hpz_held
+
+
+@pytest.mark.timeout(1700)
+def test_ray_goes_on_with_fewer_workers(tmp_path: Path) -> None:
+    """Ray is not in requirements.txt, because it is large."""
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "ray[train]"')
+    # Without them, Ray gives up on a busy machine, and reports to its makers.
+    env = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300", "RAY_USAGE_STATS_ENABLED": "0"}
+    found = []
+    for name, workers, steps in (("run", 2, 4), ("run", 1, 6), ("alone", 1, 6)):
+        options = f"--workers {workers} --steps {steps} --save-every 2 --output {tmp_path / name}"
+        command = [sys.executable, EXAMPLES / "ray_train.py", *options.split()]
+        done = run(command, timeout=540, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        pattern = rf"step (\d+): loss ([\d.]+) on {workers} workers"
+        found.append(dict(re.findall(pattern, done.stdout + done.stderr)))
+    first, rest, alone = ({int(n): float(loss) for n, loss in each.items()} for each in found)
+    assert (list(first), list(rest), list(alone)) == ([1, 2, 3, 4], [5, 6], [1, 2, 3, 4, 5, 6])
+    assert first | rest == pytest.approx(alone, rel=1e-5)

@@ -18,7 +18,6 @@ STAGES = {
     "ms-swift": (3,),
     "accelerate": (3,),
     "diffusers": (2, 3),
-    "Lightning Fabric": (2, 3),
 }
 CASES = [(name, stage) for name, stages in STAGES.items() for stage in stages]
 

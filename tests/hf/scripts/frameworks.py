@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -441,68 +440,6 @@ def two_plugins(stage: int, folder: Path) -> Done:
     return losses, reloaded(folder)
 
 
-def lightning_fabric(stage: int, folder: Path) -> Done:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    deepspeed.utils.logging.logger.setLevel(30)
-    deepspeed.init_distributed("gloo", distributed_port=29500)
-    checkpointing = {
-        "partition_activations": False,
-        "cpu_checkpointing": False,
-        "contiguous_memory_optimization": False,
-        "synchronize_checkpoint_boundary": False,
-    }
-    files = {"block_size": 1048576, "queue_depth": 8, "single_submit": False}
-    config = {
-        "activation_checkpointing": checkpointing,
-        "aio": files | {"overlap_events": True, "thread_count": 1},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": stage, "contiguous_gradients": True, "overlap_comm": True,
-            "allgather_partitions": True, "reduce_scatter": True,
-            "allgather_bucket_size": 200000000, "reduce_bucket_size": 200000000,
-            "sub_group_size": 1000000000000,
-        },
-        "gradient_clipping": CLIP,
-        "train_micro_batch_size_per_gpu": ROWS // RANKS,
-    }  # fmt: skip
-    with deepspeed.zero.Init(enabled=stage == 3, remote_device=None, config_dict_or_path=config):
-        model = make_model("llama")
-    values = load_file(base(folder) / "model.safetensors")
-
-    def load(module: nn.Module, prefix: str = "") -> None:
-        params = list(module.parameters(recurse=False))
-        with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
-            if RANK == 0:
-                module._load_from_state_dict(values, prefix, {}, True, [], [], [])
-        for name, child in module.named_children():
-            load(child, f"{prefix}{name}.")
-
-    load(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    engine, optimizer, _, _ = deepspeed.initialize(
-        args=SimpleNamespace(device_rank=None), config=config, model=model,
-        model_parameters=filter(lambda each: each.requires_grad, model.parameters()),
-        optimizer=optimizer, lr_scheduler=None, dist_init_required=False,
-    )  # fmt: skip
-    names = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
-    partition, in_cpu, contiguous = (checkpointing[name] for name in names)
-    deepspeed.checkpointing.configure(
-        mpu_=None, partition_activations=partition, contiguous_checkpointing=contiguous,
-        checkpoint_in_cpu=in_cpu, profile=None,
-    )  # fmt: skip
-    losses = train(engine, STEPS - 1)
-    engine.save_checkpoint(folder / "fit", client_state={"step": 2}, tag="checkpoint")
-    losses += train(engine, 1)
-    _, state = engine.load_checkpoint(
-        folder / "fit", tag="checkpoint", load_optimizer_states=True, load_module_strict=True,
-        load_lr_scheduler_states=False,
-    )  # fmt: skip
-    assert state["step"] == 2 and train(engine, 1) == losses[-1:]
-    engine.save_checkpoint(folder / "last", client_state={}, tag="checkpoint")
-    return losses, get_fp32_state_dict_from_zero_checkpoint(str(folder / "last"), "checkpoint")
-
-
 def reloaded(folder: Path) -> Weights:
     dist.barrier()
     return load_file(folder / "model" / "model.safetensors") if RANK == 0 else {}
@@ -521,7 +458,6 @@ CASES: dict[str, tuple[Callable[[int, Path], Done], bool, LossOf]] = {
     "ms-swift": (ms_swift, True, language_loss),
     "accelerate": (two_plugins, False, Distilled(make_teacher())),
     "diffusers": (diffusers, False, language_loss),
-    "Lightning Fabric": (lightning_fabric, False, language_loss),
 }
 
 

@@ -8,8 +8,8 @@ file. A job:
     dropout     optional: of the T5
     samples     optional: how many samples it trains on
     arguments   keyword arguments of `Seq2SeqTrainingArguments`
-    reference   optional: {"optimizer": "Adam" | "AdamW", "parameters": {...}, "factors": [...]},
-                the optimizer and the learning-rate factor of each step, for a run without DeepSpeed
+    reference   optional: {"parameters": {...}, "factors": [...]}, of AdamW and the learning-rate
+                factor of each step, for a run without DeepSpeed
     report      path of the JSON file to write
     predict     optional: generate for the evaluation set
     save        optional: call `save_model` at the end
@@ -112,8 +112,7 @@ def make_model(name: str, dropout: float = 0.0) -> torch.nn.Module:
 
 
 def reference_optimizers(model: torch.nn.Module, reference: dict) -> tuple:
-    kind = getattr(torch.optim, reference["optimizer"])
-    optimizer = kind(model.parameters(), **reference["parameters"])
+    optimizer = torch.optim.AdamW(model.parameters(), **reference["parameters"])
     factors = reference["factors"]
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: factors[min(step, len(factors) - 1)]
