@@ -62,7 +62,7 @@ SETS = {
         "tests/unit/integrations",
         "tests/hf/test_configs.py",
         "tests/hf/test_trainer_optimizers.py",
-        "tests/hf/test_workflows.py",
+        "tests/hf/test_scripts.py::test_workflows_beyond_one_training",
         "tests/hf/test_resume.py",
         "tests/hf/test_trainer_failure.py",
         "tests/hf/test_parallel.py",
@@ -81,7 +81,7 @@ FEW = {
     "Trainer": (
         "tests/unit/test_private_names.py",
         "tests/hf/test_configs.py",
-        "tests/hf/test_workflows.py",
+        "tests/hf/test_scripts.py::test_workflows_beyond_one_training",
     )
 }
 # Of "today": whatever a new release has broken so far, and each thing that the README promises.

@@ -47,11 +47,11 @@ def gpt2(width: int, layers: int, seed: int) -> PreTrainedModel:
 bloom = partial(causal, "bloom")
 
 
-def t5(width: int, layers: int, seed: int) -> PreTrainedModel:
+def t5(width: int, layers: int, seed: int, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     torch.manual_seed(seed)
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCABULARY, d_model=width, d_kv=width // 4, d_ff=2 * width,
+            vocab_size=vocabulary, d_model=width, d_kv=width // 4, d_ff=2 * width,
             num_layers=layers, num_heads=4,
             dropout_rate=0.0, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
             initializer_factor=1.0,

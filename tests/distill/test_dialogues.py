@@ -28,7 +28,6 @@ SPECIAL = re.compile(r"<\|\w+\|>|<\w+_of_turn>|\[/?[A-Z_]{3,}\]|<｜[^｜]+｜>|
 LEARNT = {
     "chatml": ("<|im_start|>assistant\n", "{}<|im_end|>"),
     "deepseek_r1": ("<｜Assistant｜>", "{}<｜end▁of▁sentence｜>"),
-    "falcon3": ("<|assistant|>\n", "{}<|end|>"),
     "gpt_oss": (
         "<|start|>assistant",
         "<|channel|>final<|message|>{}<|end|>",
@@ -38,7 +37,6 @@ LEARNT = {
     "llama2": ("[/INST]", " {} <|end|>"),
     "mistral_v3": ("[/INST]", " {}<|end|>"),
     "mistral_v7": ("[/INST]", "{}<|end|>"),
-    "olmo2": ("<|assistant|>\n", "{}<|end|>"),
     "phi4": ("assistant<|im_sep|>", "{}<|im_end|>"),
     # Only the last answer keeps its reasoning, which may be empty.
     "qwen3": ("<|im_start|>assistant\n", "{}<|im_end|>", "<think>\n\n</think>\n\n{}<|im_end|>"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.hf.trainer_runs import AUTO
 from tests.processes import fork_ranks
 from tests.tolerance import assert_close, rounding
 
@@ -33,10 +34,7 @@ ZERO_3 = {
         "stage3_param_persistence_threshold": 100,
         "stage3_gather_16bit_weights_on_model_save": True,
     },
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "train_batch_size": "auto",
-    "gradient_clipping": "auto",
+    **AUTO,
 }
 ZERO_1 = {**ZERO_3, "zero_optimization": {"stage": 1}}
 # Hooks inside of blocks record the attention, slice by slice.

@@ -90,16 +90,16 @@ FEATURES = {
     "optimizer_class": Feature("`optimizer_cls_and_kwargs`"),
     "own_optimizer": Feature("an overridden `create_optimizer`"),
     "rates_by_layer": Feature("param groups with rates of their own"),
-    "evaluation": Feature("`eval_strategy`, with `compute_metrics`"),
+    "evaluation": Feature("`eval_strategy`, with `compute_metrics`", **EVALUATES),
     "evaluation_at_start": Feature("`eval_on_start`", eval_on_start=True, **EVALUATES),
     "evaluation_before": Feature(
         "`evaluate()` before `train()`", "do not call evaluate() before train()"
     ),
     "several_evaluations": Feature("an `eval_dataset` of several"),
-    "accumulated_evaluation": Feature("`eval_accumulation_steps`"),
-    "batch_metrics": Feature("`batch_eval_metrics`"),
-    "more_for_metrics": Feature("`include_for_metrics`"),
-    "preprocessed_logits": Feature("`preprocess_logits_for_metrics`"),
+    "accumulated_evaluation": Feature("`eval_accumulation_steps=1`", **EVALUATES),
+    "batch_metrics": Feature("`batch_eval_metrics=True`", **EVALUATES),
+    "more_for_metrics": Feature('`include_for_metrics=["inputs", "loss"]`', **EVALUATES),
+    "preprocessed_logits": Feature("`preprocess_logits_for_metrics`", **EVALUATES),
     "bf16_evaluation": Feature(
         "`bf16_full_eval`, and `evaluate()` after `train()`",
         "enable bf16 or fp16 in the configuration",
@@ -125,15 +125,13 @@ FEATURES = {
     "limited_saves": Feature("`save_total_limit`"),
     "stream": Feature("an `IterableDataset`"),
     "dropped_last": Feature("`dataloader_drop_last`"),
-    "workers": Feature(
-        "`dataloader_num_workers`", dataloader_num_workers=1, dataloader_persistent_workers=True
-    ),
+    "workers": Feature("`dataloader_num_workers=1`", dataloader_persistent_workers=True),
     "grouped": Feature('`train_sampling_strategy="group_by_length"`'),
     "named_labels": Feature("`label_names` with `remove_unused_columns=False`"),
     "own_loss": Feature("an overridden `compute_loss`"),
     "loss_function": Feature("`compute_loss_func`"),
     "frozen_layers": Feature("layers that are frozen before `Trainer(...)`"),
-    "unfreezing": Feature("a callback that unfreezes layers"),
+    "unfreezing": Feature("a callback that unfreezes layers", max_steps=4),
     "alternating": Feature("a callback that freezes and unfreezes layers in turns"),
     "tied": Feature("tied embeddings"),
     "resized": Feature("`resize_token_embeddings` before `Trainer(...)`"),
@@ -163,16 +161,10 @@ FEATURES = {
         "`AveragedModel` in a callback, without it", "with zero.GatheredParameters"
     ),
     "generation": Feature("`generate` in a callback, on all ranks"),
-    "counted_tokens": Feature(
-        "`include_num_input_tokens_seen`", include_num_input_tokens_seen="all"
-    ),
-    "averaged_tokens": Feature(
-        "`average_tokens_across_devices`", average_tokens_across_devices=True
-    ),
+    "counted_tokens": Feature('`include_num_input_tokens_seen="all"`'),
+    "averaged_tokens": Feature("`average_tokens_across_devices=True`"),
     "smaller_batches": Feature(
-        "`auto_find_batch_size`",
-        "isn't supported yet with DeepSpeed Zero-3. Please consider",
-        auto_find_batch_size=True,
+        "`auto_find_batch_size=True`", "isn't supported yet with DeepSpeed Zero-3. Please consider"
     ),
     "search": Feature("`hyperparameter_search`"),
     "two_trainers": Feature("a Trainer after another one, with the same model"),

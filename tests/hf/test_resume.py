@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.hf.trainer_runs import AUTO, SCRIPTS, column, run_unmodified, write_jobs
-from tests.processes import torchrun
+from tests.processes import fork_ranks, torchrun
 from tests.releases import needs
 from zero.checkpoint import find_resumable
 
@@ -31,11 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # Dropout shows whether random states are restored. Without dropout, another number of ranks gives
 # the same losses.
 DROPOUT = {"sections": 0.1, "the Trainer's own": 0.0}
-SAME_BATCHES = needs(
-    "transformers",
-    "5.0",
-    "resumed in a later epoch, its Trainer takes other batches, also by itself",
-)
+SAME_BATCHES = needs("transformers", "5.0", "its Trainer resumes an epoch with other batches")
 # An epoch has eight steps, so one ends between the save and the end.
 SAMPLES, SAVED, STOPPED, STEPS, GLOBAL_BATCH = 48, 10, 12, 20, 6
 
@@ -118,3 +114,13 @@ def test_another_number_of_ranks_goes_on(nproc, straight, tmp_path):
     reference = straight[1][name]
     assert column(other, "loss") == pytest.approx(column(reference, "loss"), rel=1e-5)
     assert column(other, "learning_rate") == column(reference, "learning_rate")
+
+
+@pytest.mark.timeout(600)
+def test_kills_are_survived_and_damage_is_noticed():
+    """The short version of `python -m benchmarks.faults`, through the real Trainer."""
+    words = "--trials 1 --seed 11 --parts kills damage".split()
+    done = fork_ranks("-m", "benchmarks.faults", *words, nproc=0, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kills resumed bit for bit; 0 failed" in done.stdout
+    assert done.stdout.count("; 0 failed") == 2

@@ -26,9 +26,7 @@ from torch.nn.functional import kl_div, log_softmax
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
     LlamaForCausalLM,
-    T5Config,
     T5ForConditionalGeneration,
     pipeline,
 )
@@ -38,6 +36,7 @@ from distill.batch import IGNORED
 from distill.cache import TeacherCache
 from distill.corpus import train_tokenizer
 from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
+from tests.distill import models
 from tests.hf.trainer_runs import AUTO, TIMEOUT
 from tests.processes import REPOSITORY, fork_ranks
 from tests.tolerance import assert_close, rounding
@@ -53,11 +52,8 @@ pytestmark = [
 SCRIPTS = REPOSITORY / "tests" / "distill" / "scripts"
 LINES = [f"def add_{i}(a, b):\n    return a + b + {i}\n" for i in range(40)]
 TOKENIZER = train_tokenizer(LINES, 290)
-SIZES: dict[str, Any] = {
-    "vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 48,
-    "num_attention_heads": 4, "initializer_range": 0.3, "pad_token_id": 0, "eos_token_id": 1,
-    "bos_token_id": 1,
-}  # fmt: skip
+SIZES = {"vocab_size": len(TOKENIZER), "intermediate_size": 48}
+SIZES |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
 # What all command lines have; `{}` stands for the folder of the models and the data.
 OF_ALL = (
     "--logging_steps 1 --report_to none --disable_tqdm True --ddp_find_unused_parameters False "
@@ -65,12 +61,9 @@ OF_ALL = (
 )
 
 
-def save_llama(folder: Path, layers: int, **sizes: Any) -> LlamaForCausalLM:
-    torch.manual_seed(layers)
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **SIZES | sizes))
-    model.save_pretrained(folder)
+def save_llama(folder: Path, layers: int, **sizes: Any) -> None:
+    models.causal("llama", 32, layers, seed=layers, **SIZES | sizes).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
-    return model
 
 
 def write_stage_3(folder: Path) -> None:
@@ -111,18 +104,12 @@ def make_models(folder: Path) -> None:
     for name, layers in (("student", 2), ("small_teacher", 3)):
         save_llama(folder / name, layers)
     save_llama(folder / "few_tokens", 1, vocab_size=7)
-    t5 = T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=len(TOKENIZER), d_model=32, d_kv=8, d_ff=48, num_layers=4, num_heads=4,
-            pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
-        )
-    )  # fmt: skip
+    t5 = models.t5(32, 4, seed=0, vocabulary=len(TOKENIZER))
     t5.bfloat16().save_pretrained(folder / "t5")
     TOKENIZER.save_pretrained(folder / "t5")
     other = train_tokenizer(["the quick brown fox jumps over the lazy dog"] * 9, 270)
     other.save_pretrained(folder / "other_tokenizer")
-    sizes = SIZES | {"vocab_size": len(other), "num_hidden_layers": 1}
-    LlamaConfig(**sizes).save_pretrained(folder / "other_student")
+    save_llama(folder / "other_student", 1, vocab_size=len(other))
     MiniCodformerConfig(
         vocab_size=len(TOKENIZER), hidden_size=16, intermediate_size=32, pad_token_id=0
     ).save_pretrained(folder / "minicodformer")

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import T5Config
-from transformers.models.t5 import T5ForConditionalGeneration
 
 from examples.demonstration.cldr import build_corpus
+from tests.distill import models
 from tests.hf.trainer_runs import SHIPPED_CONFIG
 from tests.processes import REPOSITORY, fork_ranks
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
@@ -33,12 +31,7 @@ def folder(tmp_path_factory) -> Path:
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     pieces = train_sentencepiece([text for pair in corpus.train for text in pair], vocab_size=400)
     tokenizer = t5_tokenizer(scored_pieces(pieces))
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=len(tokenizer), d_model=32, d_kv=8, num_heads=4, d_ff=64, num_layers=1,
-        dropout_rate=0.0, decoder_start_token_id=0,
-    )  # fmt: skip
-    T5ForConditionalGeneration(config).save_pretrained(folder)
+    models.t5(32, 1, seed=0, vocabulary=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -156,20 +156,3 @@ def test_ranks_print_only_their_own_lines(place: Path, line: str):
     # The lines of two ranks may mix.
     assert code == 0 and "".join(out.split()) == "imported:" * 2, (out, err)
     assert are_of_a_run(err), err
-
-
-LABELS = """
-import deepspeed
-import torch
-
-model = torch.nn.Linear(4, 4)
-deepspeed.initialize(model=model, model_parameters=model.parameters(), config="ds.json")
-print([param.ds_numel for param in model.parameters()])
-"""
-
-
-def test_parameters_have_deepspeeds_attributes_in_a_script_that_never_names_zero(tmp_path: Path):
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "labels.py").write_text(LABELS)
-    _, out, err = zero(tmp_path, "run labels.py")
-    assert out.splitlines()[-1] == "[16, 4]", err

@@ -131,11 +131,8 @@ def with_peft(config: Any) -> Any:
 
 
 def adapted(**others: Any) -> Any:
-    set_seed(4)
-    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **others)
-    net = model()
-    set_seed(4)
-    return get_peft_model(net, config)
+    targets = ["q_proj", "v_proj"]
+    return with_peft(LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **others))
 
 
 def adalora() -> Any:
@@ -201,8 +198,7 @@ class RatesByLayer(Trainer):
 class OwnLoss(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")
-        logits = model(**inputs).logits[:, :-1]
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        return mean_loss(model(**inputs), labels)
 
 
 def mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:

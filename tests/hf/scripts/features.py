@@ -291,13 +291,12 @@ RUNS: dict[str, Callable[..., list[float]]] = {
     "optimizer_class": lambda name: run(name, with_optimizer_cls_and_kwargs=SGD),
     "own_optimizer": lambda name: run(name, kind=parts.OwnOptimizer),
     "rates_by_layer": lambda name: run(name, kind=parts.RatesByLayer),
-    "evaluation": lambda name: run(name, with_compute_metrics=parts.right, **EVALUATES),
+    "evaluation": partial(run, with_compute_metrics=parts.right),
     "evaluation_before": evaluation_before,
-    "preprocessed_logits": lambda name: run(
-        name,
+    "preprocessed_logits": partial(
+        run,
         with_compute_metrics=parts.right,
         with_preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-        **EVALUATES,
     ),
     "prediction": prediction,
     "early_stopping": early_stopping,
@@ -329,8 +328,8 @@ RUNS: dict[str, Callable[..., list[float]]] = {
     "search": search,
     "averaged_model": averaged_model,
     "averaged_alone": lambda name: averaged_model(name, gathers=False),
-    "unfreezing": lambda name: run(
-        name, parts.first_layer_frozen, with_callbacks=[parts.Freeze(alternates=False)], max_steps=4
+    "unfreezing": partial(
+        run, net=parts.first_layer_frozen, with_callbacks=[parts.Freeze(alternates=False)]
     ),
     "alternating": lambda name: run(
         name, with_callbacks=[parts.Freeze(alternates=True)], max_steps=4, **UNUSED
@@ -355,18 +354,9 @@ RUNS: dict[str, Callable[..., list[float]]] = {
     "grouped": partial(run, data=parts.Lengths(), with_data_collator=collate),
     "named_labels": named_labels,
     "nan_filter": lambda name: run(name, kind=parts.NotANumber),
-    "batch_metrics": lambda name: run(
-        name, with_compute_metrics=parts.BatchMetrics(), batch_eval_metrics=True, **EVALUATES
-    ),
-    "more_for_metrics": lambda name: run(
-        name,
-        with_compute_metrics=parts.seen_by_metrics,
-        include_for_metrics=["inputs", "loss"],
-        **EVALUATES,
-    ),
-    "accumulated_evaluation": lambda name: run(
-        name, with_compute_metrics=parts.right, eval_accumulation_steps=1, **EVALUATES
-    ),
+    "batch_metrics": partial(run, with_compute_metrics=parts.BatchMetrics()),
+    "more_for_metrics": partial(run, with_compute_metrics=parts.seen_by_metrics),
+    "accumulated_evaluation": partial(run, with_compute_metrics=parts.right),
     "several_evaluations": several_evaluations,
     "only_model": only_model,
     "data_not_skipped": lambda name: resumed(name, ignore_data_skip=True),
