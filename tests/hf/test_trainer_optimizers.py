@@ -24,9 +24,9 @@ ARGUMENTS = {
     "warmup_steps": 3, "max_grad_norm": 0.5,
 }  # fmt: skip
 ADAM = {"lr": 1e-2, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1}
-# Factors of the learning rate in each step, with warmup_num_steps 3 and total_num_steps 6.
-# Configured schedules are DeepSpeed's: a step uses the factor that was set after the step before
-# it, and the log has that of the next one. The last one is transformers' own.
+# Factors of the learning rate. WarmupLR with warmup_num_steps 3 is DeepSpeed's: a step uses the
+# factor that was set after the step before it. transformers' own schedule over 6 steps has a factor
+# for each step, and logs that of the next one.
 LOG = [math.log(1) / math.log(3), math.log(2) / math.log(3), 1, 1, 1, 1]
 DECAY = [0, 1 / 3, 2 / 3, 1, 2 / 3, 1 / 3]
 LINEAR = [*DECAY[1:], 0]
