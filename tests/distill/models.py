@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
+    BloomForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -21,19 +22,19 @@ from distill.data import Collator
 VOCABULARY = 40
 
 
-def causal(kind: str, width: int, layers: int, seed: int, **others: Any) -> PreTrainedModel:
+def causal(kind: Any, width: int, layers: int, seed: int, **others: Any) -> PreTrainedModel:
+    """A model of this class. Not by AutoModelForCausalLM: at stage 3 its `from_config` shards."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4}
     sizes |= {"vocab_size": VOCABULARY, "initializer_range": 0.3}
-    config = AutoConfig.for_model(kind, **sizes | others)
-    return AutoModelForCausalLM.from_config(config).train()
+    return kind(kind.config_class(**sizes | others))
 
 
 def llama(
     width: int, layers: int, seed: int, vocabulary: int = VOCABULARY, tied: bool = True
 ) -> PreTrainedModel:
     return causal(
-        "llama", width, layers, seed, vocab_size=vocabulary, intermediate_size=2 * width,
+        LlamaForCausalLM, width, layers, seed, vocab_size=vocabulary, intermediate_size=2 * width,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
@@ -41,10 +42,12 @@ def llama(
 
 def gpt2(width: int, layers: int, seed: int) -> PreTrainedModel:
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return causal("gpt2", width, layers, seed, bos_token_id=1, eos_token_id=2, **no_dropout)
+    return causal(
+        GPT2LMHeadModel, width, layers, seed, bos_token_id=1, eos_token_id=2, **no_dropout
+    )
 
 
-bloom = partial(causal, "bloom")
+bloom = partial(causal, BloomForCausalLM)
 
 
 def t5(width: int, layers: int, seed: int, vocabulary: int = VOCABULARY) -> PreTrainedModel:

@@ -303,7 +303,8 @@ def write_models() -> None:
         "vocab_size": 128, "intermediate_size": 64, "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
     }  # fmt: skip
-    small, teacher = (models.causal("llama", 32, layers, seed=0, **sizes) for layers in (2, 12))
+    llama = transformers.LlamaForCausalLM
+    small, teacher = (models.causal(llama, 32, layers, seed=0, **sizes) for layers in (2, 12))
     Path("small.json").write_text(json.dumps(small.config.to_dict()))
     t5 = models.t5(32, 6, seed=0, vocabulary=len(tokenizer))
     # Any token ends a sentence. Otherwise each would have 512.

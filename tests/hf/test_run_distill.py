@@ -54,15 +54,10 @@ LINES = [f"def add_{i}(a, b):\n    return a + b + {i}\n" for i in range(40)]
 TOKENIZER = train_tokenizer(LINES, 290)
 SIZES = {"vocab_size": len(TOKENIZER), "intermediate_size": 48}
 SIZES |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
-# What all command lines have; `{}` stands for the folder of the models and the data.
-OF_ALL = (
-    "--logging_steps 1 --report_to none --disable_tqdm True --ddp_find_unused_parameters False "
-    "--do_train"
-)
 
 
 def save_llama(folder: Path, layers: int, **sizes: Any) -> None:
-    models.causal("llama", 32, layers, seed=layers, **SIZES | sizes).save_pretrained(folder)
+    models.causal(LlamaForCausalLM, 32, layers, layers, **SIZES | sizes).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
 
 
@@ -127,8 +122,10 @@ def make_data(folder: Path) -> None:
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
 
 
+# `{}` stands for the folder of the models and the data.
 COMMON = (
-    f"{OF_ALL} --do_eval --max_length 32 --max_steps 3 --learning_rate 1e-3 "
+    "--logging_steps 1 --report_to none --disable_tqdm True --ddp_find_unused_parameters False "
+    "--do_train --do_eval --max_length 32 --max_steps 3 --learning_rate 1e-3 "
     "--per_device_train_batch_size 4 --save_strategy no"
 )
 TEACHER = "--teacher_model_name_or_path {}/teacher"

@@ -27,6 +27,8 @@ from torchao.quantization import Int8WeightOnlyConfig
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    LlamaForCausalLM,
+    Qwen3MoeForCausalLM,
     TorchAoConfig,
     Trainer,
     TrainingArguments,
@@ -104,8 +106,9 @@ def make_checkpoints(folder: Path) -> None:
     sizes = {"vocab_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
     sizes |= {"max_position_embeddings": 64, "initializer_range": 0.02}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    for kind, name, others in (("llama", "model", {}), ("qwen3_moe", "experts", experts)):
-        causal(kind, 256, LAYERS, seed=0, **sizes, **others).save_pretrained(folder / name)
+    causal(LlamaForCausalLM, 256, LAYERS, 0, **sizes).save_pretrained(folder / "model")
+    moe = causal(Qwen3MoeForCausalLM, 256, LAYERS, 0, **sizes, **experts)
+    moe.save_pretrained(folder / "experts")
     load("NF4", folder)[0].save_pretrained(folder / SAVED)
     for kind, settings in OTHERS.items():
         model = AutoModelForCausalLM.from_pretrained(
