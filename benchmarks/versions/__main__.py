@@ -62,13 +62,10 @@ SETS = {
         "tests/unit/integrations",
         "tests/hf/test_configs.py",
         "tests/hf/test_trainer_optimizers.py",
-        "tests/hf/test_workflows.py",
+        "tests/hf/test_scripts.py::test_workflows_beyond_one_training",
         "tests/hf/test_resume.py",
-        "tests/hf/test_trainer_generation.py",
         "tests/hf/test_trainer_failure.py",
-        "tests/hf/test_hybrid.py",
-        "tests/hf/test_sequence.py",
-        "tests/hf/test_tensor_parallel.py",
+        "tests/hf/test_parallel.py",
     ),
     "parity": (
         "tests/parity/test_fp32.py",
@@ -84,7 +81,7 @@ FEW = {
     "Trainer": (
         "tests/unit/test_private_names.py",
         "tests/hf/test_configs.py",
-        "tests/hf/test_workflows.py",
+        "tests/hf/test_scripts.py::test_workflows_beyond_one_training",
     )
 }
 # Of "today": whatever a new release has broken so far, and each thing that the README promises.
@@ -97,7 +94,7 @@ FEW_OF_TODAY = {
         "tests/unit/tools/test_explain.py::test_the_command",
         "tests/distill/test_minicodformer.py",
         "tests/hf/test_resume.py",
-        "tests/hf/test_trainer_generation.py",
+        "tests/hf/test_first_run.py::test_a_script_with_a_trainer",
     )
 }
 

@@ -2,59 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
 import torch
+from torch.nn.functional import pad
 from transformers import (
-    BloomConfig,
     BloomForCausalLM,
-    GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
 )
 
+from distill.data import Collator
+
 VOCABULARY = 40
+
+
+def causal(kind: Any, width: int, layers: int, seed: int, **others: Any) -> PreTrainedModel:
+    """A model of this class. Not by AutoModelForCausalLM: at stage 3 its `from_config` shards."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "initializer_range": 0.3}
+    return kind(kind.config_class(**sizes | others))
 
 
 def llama(
     width: int, layers: int, seed: int, vocabulary: int = VOCABULARY, tied: bool = True
 ) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-            tie_word_embeddings=tied,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
-        )
+    return causal(
+        LlamaForCausalLM, width, layers, seed, vocab_size=vocabulary, intermediate_size=2 * width,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
 
 
 def gpt2(width: int, layers: int, seed: int) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY, n_embd=width, n_layer=layers, n_head=4, n_positions=64,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
-        )
-    )  # fmt: skip
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return causal(
+        GPT2LMHeadModel, width, layers, seed, bos_token_id=1, eos_token_id=2, **no_dropout
+    )
 
 
-def bloom(width: int, layers: int, seed: int) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": width, "n_layer": layers, "n_head": 4}
-    return BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.3))
+bloom = partial(causal, BloomForCausalLM)
 
 
-def t5(width: int, layers: int, seed: int) -> PreTrainedModel:
+def t5(width: int, layers: int, seed: int, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     torch.manual_seed(seed)
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCABULARY, d_model=width, d_kv=width // 4, d_ff=2 * width,
+            vocab_size=vocabulary, d_model=width, d_kv=width // 4, d_ff=2 * width,
             num_layers=layers, num_heads=4,
             dropout_rate=0.0, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
             initializer_factor=1.0,
@@ -86,23 +86,15 @@ def pairs(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
     ]
 
 
-class Pad:
-    """Collates examples. Pads on the right, to the longest example or to a multiple."""
+class Pad(Collator):
+    """Pads further, to a multiple."""
 
     def __init__(self, multiple: int = 1):
+        super().__init__(0)
         self.multiple = multiple
 
-    def __call__(self, examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        padding = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-        examples = [
-            {**example, "attention_mask": [1] * len(example["input_ids"])} for example in examples
-        ]
-        batch = {}
-        for name, value in padding.items():
-            longest = max(len(example[name]) for example in examples)
-            longest += -longest % self.multiple
-            rows = [
-                example[name] + [value] * (longest - len(example[name])) for example in examples
-            ]
-            batch[name] = torch.tensor(rows)
-        return batch
+    def __call__(self, examples: Iterable[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+        return {
+            name: pad(value, (0, -value.shape[1] % self.multiple), value=self.padding[name])
+            for name, value in super().__call__(examples).items()
+        }

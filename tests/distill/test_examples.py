@@ -66,11 +66,8 @@ def as_lists(encoding: Encoding) -> list[dict[str, list[int]]]:
 @pytest.mark.parametrize("packs", [True, False])
 def test_examples_from_files_are_those_of_lists(file, packs, tokenizer):
     encoding = Encoding(tokenizer, 16, packs)
-    assert [dict(example) for example in make(file, encoding)] == as_lists(encoding)
-
-
-def test_tokens_are_mapped_from_files(file, tokenizer):
-    found = make(file, Encoding(tokenizer, 16))
+    found = make(file, encoding)
+    assert [dict(example) for example in found] == as_lists(encoding)
     assert isinstance(found, Dataset) and found.cache_files
     assert isinstance(found.data, MemoryMappedTable)
     assert found.features["input_ids"] == datasets.List(datasets.Value("int32"))
@@ -210,25 +207,20 @@ def losses(trainer: DistillationTrainer) -> list[float]:
 @pytest.mark.parametrize("streams", [False, True])
 def test_the_trainer_takes_records(streams, tmp_path, tokenizer):
     records: Any = Dataset.from_list([{"text": text} for text in TEXTS])
-    given = {"args": config(tmp_path, max_steps=3), "processing_class": tokenizer}
+    lists, held_out = as_lists(Encoding(tokenizer, 16)), Dataset.from_list([{"text": LINES[0]}])
     if streams:
         records = records.to_iterable_dataset()
-        encoded = list(stream_examples(Records("", dataset=records), Encoding(tokenizer, 16)))
-        assert encoded == as_lists(Encoding(tokenizer, 16))
-    trainer = DistillationTrainer(
-        models.llama(16, 2, seed=1, vocabulary=len(tokenizer)),
-        train_dataset=records,
-        eval_dataset={"one": Dataset.from_list([{"text": LINES[0]}])},
-        **given,
-    )
-    expected = DistillationTrainer(
-        models.llama(16, 2, seed=1, vocabulary=len(tokenizer)),
-        train_dataset=as_lists(Encoding(tokenizer, 16)),
-        **given,
-    )
-    if not streams:
-        assert losses(trainer) == losses(expected)
-    assert all(loss > 0 for loss in losses(trainer))
+        assert [*stream_examples(Records("", dataset=records), Encoding(tokenizer, 16))] == lists
+    trainer, expected = (
+        DistillationTrainer(
+            models.llama(16, 2, seed=1, vocabulary=len(tokenizer)), train_dataset=data,
+            eval_dataset={"one": held_out}, args=config(tmp_path, max_steps=3),
+            processing_class=tokenizer,
+        )
+        for data in (records, lists)
+    )  # fmt: skip
+    found = losses(trainer)
+    assert all(loss > 0 for loss in found) and (streams or found == losses(expected))
     assert trainer.evaluate()["eval_one_loss"] > 0
 
 

@@ -22,6 +22,7 @@ from distill.fused import (
     logits_loss,
 )
 from distill.losses import LOSS_TYPES, Divergence, log_probabilities, top_k_with_tail
+from tests.dist.parallel.test_sequence_tiles import Largest
 from tests.distill import references
 from tests.tolerance import assert_close, rounding
 
@@ -66,20 +67,18 @@ def fused(student, labels, teacher, recipe, scale=1.0):
     return total.detach(), [x.grad for x in student if x is not None], losses
 
 
-def plain(
-    student, labels, teacher, recipe, scale=1.0, student_ids=slice(None), teacher_ids=slice(None)
-):
+def plain(student, labels, teacher, recipe, scale=1.0):
     student = [None if x is None else x.detach().double().requires_grad_() for x in student]
     z = torch.nn.functional.linear(*student)
     zt = torch.nn.functional.linear(*(None if x is None else x.double() for x in teacher))
+    ours, theirs = recipe.shared or (slice(None), slice(None))
     divergence = recipe.divergence
     kd = references.divergence(
-        z[:, student_ids], zt[:, teacher_ids], divergence.loss_type, recipe.temperature,
-        divergence.beta, divergence.skew_alpha, recipe.top_k,
+        z[:, ours], zt[:, theirs], divergence.loss_type, recipe.temperature, divergence.beta,
+        divergence.skew_alpha, recipe.top_k,
     )  # fmt: skip
-    total = (1 - recipe.kd_alpha) * cross_entropy(
-        z, labels, reduction="sum"
-    ) + recipe.kd_alpha * kd.sum()
+    ce = cross_entropy(z, labels, reduction="sum")
+    total = (1 - recipe.kd_alpha) * ce + recipe.kd_alpha * kd.sum()
     (total * scale).backward()
     return total.detach(), [x.grad for x in student if x is not None]
 
@@ -90,54 +89,39 @@ def assert_same(ours, expected):
         assert_close(gradient, reference, TERMS)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize(
-    "temperature, top_k, bias", [(1.0, 0, False), (2.0, 0, True), (2.0, 7, True)]
-)
-def test_value_and_gradients_are_those_of_the_formulas(loss_type, temperature, top_k, bias):
-    top_k = 0 if loss_type == "uld" else top_k  # sorted probabilities have no bins
-    recipe = Recipe(0.7, Divergence(loss_type), temperature, top_k, chunk_size=5)
-    inputs = case(bias=bias)
+def some(seed: int, size: int) -> torch.Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:40]
+
+
+RECIPES = [
+    *(
+        Recipe(0.7, Divergence(kind), temperature, top_k, chunk_size=5)
+        for kind in LOSS_TYPES
+        for temperature, top_k in ((1.0, 0), (2.0, 0), (2.0, 7))
+        if not (top_k and kind == "uld")  # sorted probabilities have no bins
+    ),
+    *(Recipe(1.0, Divergence(kind), 2.0, k) for kind in LOSS_TYPES[:-1] for k in (1, 60)),
+    *(Recipe(1.0, Divergence("jsd", beta=beta), 1.5) for beta in (0.01, 0.3, 0.99)),
+    *(
+        Recipe(1.0, Divergence(kind, skew_alpha=alpha), temperature)
+        for kind in ("skew_forward_kl", "skew_reverse_kl")
+        for alpha, temperature in ((0.0, 0.5), (0.3, 1.5), (0.9, 4.0))
+    ),
+    *(Recipe(0.5, Divergence("jsd"), 2.0, chunk_size=size) for size in (1, 7, 22, 23, 1000, 0)),
+    Recipe(1.0, Divergence("forward_kl"), 2.0, chunk_size=5),
+    # The heads have 61 and 70 rows, and 55 are tokens of both, or 40 that have other ids. The
+    # divergence is over these, cross-entropy over all 61.
+    Recipe(0.6, temperature=2.0, shared=SharedTokens(slice(0, 55), slice(0, 55)), chunk_size=6),
+    Recipe(0.6, Divergence("reverse_kl"), shared=SharedTokens(some(1, 61), some(2, 70))),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_value_and_gradients_are_those_of_the_formulas(recipe):
+    is_larger = recipe.shared is not None or recipe.divergence.loss_type == "uld"
+    rows = 70 if is_larger else VOCABULARY
+    inputs = case(bias=recipe.temperature > 1, teacher_vocabulary=rows)
     assert_same(fused(*inputs, recipe, scale=0.3), plain(*inputs, recipe, scale=0.3))
-
-
-@pytest.mark.parametrize("chunk_size", [1, 7, 22, 23, 1000, 0])
-def test_the_size_of_the_chunks_changes_nothing(chunk_size):
-    recipe = Recipe(0.5, Divergence("jsd"), 2.0, chunk_size=4)
-    *expected, losses = fused(*case(), recipe)
-    *ours, our_losses = fused(*case(), replace(recipe, chunk_size=chunk_size))
-    assert_same(ours, expected)
-    close(our_losses, losses, equal_nan=True)
-
-
-def test_without_cross_entropy():
-    recipe = Recipe(1.0, Divergence("forward_kl"), 2.0, chunk_size=5)
-    assert_same(fused(*case(), recipe), plain(*case(), recipe))
-
-
-def test_padded_rows_of_the_vocabulary_are_left_out():
-    """The heads have 61 and 70 rows, and 55 are tokens.
-
-    The divergence is over these 55, cross-entropy over all 61.
-    """
-    ids = slice(0, 55)
-    recipe = Recipe(0.6, Divergence("forward_kl"), 2.0, shared=SharedTokens(ids, ids), chunk_size=6)
-    inputs = case(teacher_vocabulary=70)
-    assert_same(fused(*inputs, recipe), plain(*inputs, recipe, student_ids=ids, teacher_ids=ids))
-
-
-def test_shared_tokens_may_have_other_ids():
-    generator = torch.Generator().manual_seed(9)
-    student_ids = torch.randperm(VOCABULARY, generator=generator)[:40]
-    teacher_ids = torch.randperm(70, generator=generator)[:40]
-    recipe = Recipe(
-        0.6, Divergence("reverse_kl"), shared=SharedTokens(student_ids, teacher_ids), chunk_size=6
-    )
-    inputs = case(teacher_vocabulary=70)
-    assert_same(
-        fused(*inputs, recipe),
-        plain(*inputs, recipe, student_ids=student_ids, teacher_ids=teacher_ids),
-    )
 
 
 def test_logits_give_the_same_as_the_fused_head():
@@ -220,16 +204,6 @@ def test_bf16_heads_sum_the_weights_gradient_in_fp32():
 
 
 def test_memory_holds_no_tensor_of_tokens_times_vocabulary():
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(tensor, torch.Tensor):
-                    self.elements = max(self.elements, tensor.numel())
-            return result
-
     inputs = case()
     with Largest() as largest:
         fused(*inputs, Recipe(0.5, Divergence("jsd"), 2.0, chunk_size=3))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.hf.trainer_runs import AUTO
 from tests.processes import fork_ranks
 from tests.tolerance import assert_close, rounding
 
@@ -33,10 +34,7 @@ ZERO_3 = {
         "stage3_param_persistence_threshold": 100,
         "stage3_gather_16bit_weights_on_model_save": True,
     },
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "train_batch_size": "auto",
-    "gradient_clipping": "auto",
+    **AUTO,
 }
 ZERO_1 = {**ZERO_3, "zero_optimization": {"stage": 1}}
 # Hooks inside of blocks record the attention, slice by slice.
@@ -100,6 +98,7 @@ def test_losses_and_weights_are_the_same(name, reports):
     for key in ("loss", "ce_loss", "kd_loss", "hidden_loss", "relation_loss"):
         values = [entry[key] for entry in expected["log"] if key in entry]
         found = [entry[key] for entry in ours["log"] if key in entry]
+        assert len(found) == STEPS or key not in ("loss", "kd_loss")
         assert found == pytest.approx(values, rel=CLOSE), key
     for key in ("loss", "kd_loss", "teacher_ce", "top1_agreement", "tokens"):
         found, value = (each["evaluation"][f"eval_{key}"] for each in (ours, expected))
@@ -108,12 +107,6 @@ def test_losses_and_weights_are_the_same(name, reports):
     assert ours.keys() >= expected.keys()
     for key, value in expected.items():
         assert_close(ours[key], value, TERMS, STEPS)
-
-
-def test_every_log_has_its_steps_and_parts(reports):
-    for name, report in reports.items():
-        assert sum("loss" in entry for entry in report["log"]) == 2, name
-        assert all("kd_loss" in entry for entry in report["log"] if "loss" in entry), name
 
 
 def test_projections_are_not_exported(reports):

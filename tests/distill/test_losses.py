@@ -1,4 +1,4 @@
-"""Value and gradient of each loss against its formula in float64."""
+"""Losses at their edges, and sampled tokens. test_fused.py compares each loss with its formula."""
 
 from __future__ import annotations
 
@@ -14,20 +14,11 @@ from distill.losses import (
     value_and_gradient,
 )
 from tests.distill import references
-from tests.tolerance import assert_close, rounding
-
-DENSE = [name for name in LOSS_TYPES if name != "uld"]
+from tests.tolerance import assert_close
 
 
 def logits(seed: int, tokens: int, vocabulary: int, scale: float = 2.0) -> torch.Tensor:
     return scale * torch.randn(tokens, vocabulary, generator=torch.Generator().manual_seed(seed))
-
-
-def terms(*tensors: torch.Tensor) -> int:
-    """Count additions: two normalisations and a sum over the vocabulary. exp, log and the like add
-    a few roundings.
-    """
-    return 3 * max(tensor.shape[-1] for tensor in tensors) + 16
 
 
 def computed(student, teacher, divergence, temperature=1.0, top_k=0):
@@ -35,51 +26,6 @@ def computed(student, teacher, divergence, temperature=1.0, top_k=0):
     log_q, log_p = (log_probabilities(x, temperature) for x in (student, teacher))
     said = top_k_with_tail(log_p, top_k) if top_k else log_p
     return value_and_gradient(log_q, said, divergence, temperature)
-
-
-def check(loss_type, student, teacher, temperature, *, top_k=0, **parameters):
-    divergence = Divergence(loss_type, **parameters)
-    value, gradient = computed(student, teacher, divergence, temperature, top_k)
-    z = student.double().requires_grad_()
-    expected = references.divergence(
-        z, teacher.double(), loss_type, temperature, top_k=top_k, **parameters
-    )
-    expected.sum().backward()
-    # Errors in fp32 are relative to the logarithms.
-    nats = max(1, expected.abs().max().item() / temperature**2)
-    allowed = rounding(torch.float32, terms(student, teacher)) * nats
-    assert (value - expected).abs().max() <= allowed * temperature**2
-    assert (gradient - z.grad).abs().max() <= allowed * temperature
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize(
-    "tokens, vocabulary, temperature", [(1, 2, 1.0), (7, 33, 2.0), (5, 501, 0.5), (3, 100, 4.0)]
-)
-def test_value_and_gradient_are_those_of_the_formula(loss_type, tokens, vocabulary, temperature):
-    check(loss_type, logits(1, tokens, vocabulary), logits(2, tokens, vocabulary), temperature)
-
-
-@pytest.mark.parametrize("loss_type", DENSE)
-@pytest.mark.parametrize("k", [1, 5, 32])
-def test_top_k_with_a_tail_is_the_divergence_of_the_bins(loss_type, k):
-    check(loss_type, logits(3, 6, 33), logits(4, 6, 33), 2.0, top_k=k)
-
-
-@pytest.mark.parametrize("beta", [0.01, 0.3, 0.99])
-def test_jsd_for_other_betas(beta):
-    check("jsd", logits(5, 6, 40), logits(6, 6, 40), 1.5, beta=beta)
-
-
-@pytest.mark.parametrize("skew_alpha", [0.0, 0.3, 0.9])
-@pytest.mark.parametrize("loss_type", ["skew_forward_kl", "skew_reverse_kl"])
-def test_skew_for_other_alphas(loss_type, skew_alpha):
-    check(loss_type, logits(7, 6, 40), logits(8, 6, 40), 1.5, skew_alpha=skew_alpha)
-
-
-@pytest.mark.parametrize("student_size, teacher_size", [(20, 31), (31, 20)])
-def test_uld_takes_vocabularies_of_different_sizes(student_size, teacher_size):
-    check("uld", logits(9, 5, student_size), logits(10, 5, teacher_size), 2.0)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -94,7 +40,8 @@ def test_bf16_logits_are_turned_into_probabilities_in_fp32():
     student, teacher = logits(26, 10, 300).bfloat16(), logits(27, 10, 300).bfloat16()
     expected = references.divergence(student.double(), teacher.double(), "forward_kl", 1.0)
     value, _ = computed(student, teacher, Divergence("forward_kl"))
-    assert_close(value, expected, terms(student))
+    # Two normalisations and a sum over the vocabulary; exp, log and the like add a few roundings.
+    assert_close(value, expected, 3 * student.shape[-1] + 16)
 
 
 def test_wrong_parameters_are_named():

@@ -7,7 +7,6 @@ rounding. A leak from another position would be larger by many orders of magnitu
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from transformers.cache_utils import DynamicCache
 
 from distill.hidden import AttentionRecorder, layers_and_width
 from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
-from distill.student import from_config, load_config
 from tests.tolerance import assert_close, rounding
 
 VOCABULARY = 50
@@ -55,21 +53,6 @@ def test_no_position_sees_the_future(model):
         assert (reached[position + 1 :] == 0).all()
 
 
-# transformers 5.24 calls it "cache".
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_cache_gives_the_same_logits_as_none(model, name):
-    ids = tokens(2, 11)
-    whole = model(ids, use_cache=False).logits
-    logits, cache = model(ids[:, :4], use_cache=True, return_dict=False)
-    parts = [logits]
-    for step in range(4, 11):
-        output = model(ids[:, step : step + 1], use_cache=True, **{name: cache})
-        parts.append(output.logits)
-    assert cache.get_seq_length() == 11
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, **CLOSE)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     "options",
@@ -94,6 +77,9 @@ def test_generation_by_cache_is_generation_without_it(model, options):
                 )
             )  # fmt: skip
     assert torch.equal(*texts)
+    if not options:  # padding changes no continuation
+        alone = model.generate(ids[:1, 4:], max_new_tokens=8, do_sample=False)
+        assert torch.equal(texts[0][:1, 4:], alone)
     assert lengths == [7, *[1] * 7, *range(7, 15)]
 
 
@@ -127,19 +113,6 @@ def test_the_cache_is_no_prediction(model):
 
 
 @torch.no_grad()
-def test_left_padding_changes_no_continuation(model):
-    ids = tokens(1, 5)
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], dim=1)
-    mask = (padded != 0).long()
-    alone = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
-    )
-    assert torch.equal(
-        model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False)[:, 3:], alone
-    )
-
-
-@torch.no_grad()
 def test_packed_documents_do_not_see_each_other(model):
     a, b = tokens(1, 5, seed=2), tokens(1, 7, seed=3)
     positions = torch.cat([torch.arange(5), torch.arange(7)]).unsqueeze(0)
@@ -158,14 +131,6 @@ def test_it_saves_and_loads_by_the_auto_classes(model, tmp_path):
     ids = tokens(2, 6)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert loaded.config.num_hidden_layers == 4
-
-
-def test_a_file_with_its_sizes_makes_a_student(tmp_path):
-    sizes = {"vocab_size": 64, "hidden_size": 16, "encoder_layers": 3, "decoder_layers": 2}
-    path = tmp_path / "small.json"
-    path.write_text(json.dumps({"model_type": "minicodformer", **sizes}))
-    student = from_config(load_config(str(path)))
-    assert (len(student.encoder), len(student.decoder)) == (3, 2)
 
 
 def test_losses_between_layers_count_encoder_and_decoder(model):

@@ -1,65 +1,36 @@
-"""`zero trace` of a Trainer on several ranks: under tensor parallelism, and where it saves before
-the step that is asked for.
-"""
+"""`zero trace` of a Trainer on two ranks, which saves before the step that is asked for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import recorded
 from tests.hf.trainer_runs import AUTO, SCRIPTS, write_jobs
-from tests.releases import needs
 from zero.tools.cli import main
 from zero.tools.profile import command
 
-Trace = Callable[..., str]
 
-
-@pytest.fixture
-def trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Trace:
-    """Trace a step of two ranks, and return what was printed."""
+@pytest.mark.parametrize(("step", "code"), [(4, 2), (2, 0)])
+def test_the_trainer_saves_nothing_and_all_ranks_end(step, code, tmp_path, monkeypatch, capsys):
+    """At stage 2 only rank 0 makes the checkpoint's folder, before the others call the engine."""
     run = partial(recorded.run, nproc=2, imported="transformers on zero")
     monkeypatch.setattr(command, "run", run)
-
-    def trace(step: int, code: int, stage: int, **sections: Any) -> str:
-        config = {"zero_optimization": {"stage": stage}, **AUTO, **sections}
-        output = {"output_dir": str(tmp_path / "output"), "save_steps": 2}
-        arguments = {"deepspeed": config, "max_steps": 4, "use_cpu": True, **output}
-        path = write_jobs([{"model": "llama", "arguments": arguments}], tmp_path)
-        words = ("--step", step, "--out", tmp_path / "trace.json", SCRIPTS / "jobs.py", path)
-        with pytest.raises(SystemExit) as ended:
-            main(["trace", *map(str, words)])
-        stderr = capsys.readouterr().err
-        assert ended.value.code == code, stderr
-        assert not list(tmp_path.glob("output/checkpoint-*"))
-        return stderr
-
-    return trace
-
-
-def ranks_in(path: Path) -> set[str]:
-    """The ranks of a trace in which something lasted."""
-    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
-    return {names[each["pid"]] for each in events if each.get("dur", 0) > 0}
-
-
-@needs("transformers", "5.23", "it does not shard a model that exists by its plan")
-def test_ranks_of_one_model_have_tracks_of_their_own(trace: Trace, tmp_path: Path):
-    trace(step=2, code=0, stage=3, tensor_parallel={"autotp_size": 2})
-    assert ranks_in(tmp_path / "trace.json") == {"rank 0", "rank 1"}
-
-
-def test_the_trainer_saves_nothing_and_all_ranks_end(trace: Trace, tmp_path: Path):
-    """At stage 2 only rank 0 makes the checkpoint's folder, before the others call the engine."""
-    assert "took fewer than 4 optimizer steps" in trace(step=4, code=2, stage=2)
-    trace(step=2, code=0, stage=2)
-    assert ranks_in(tmp_path / "trace.json") == {"rank 0", "rank 1"}
+    output = {"output_dir": str(tmp_path / "output"), "save_steps": 2, "max_steps": 4}
+    arguments = {"deepspeed": {"zero_optimization": {"stage": 2}, **AUTO}, "use_cpu": True}
+    path = write_jobs([{"model": "llama", "arguments": arguments | output}], tmp_path)
+    trace = tmp_path / "trace.json"
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", "--step", str(step), "--out", str(trace), f"{SCRIPTS}/jobs.py", str(path)])
+    stderr = capsys.readouterr().err
+    assert ended.value.code == code and not list(tmp_path.glob("output/checkpoint-*")), stderr
+    if code:
+        assert "took fewer than 4 optimizer steps" in stderr
+    else:
+        events = json.loads(Path(trace).read_text(encoding="utf-8"))["traceEvents"]
+        busy = {each["pid"] for each in events if each.get("dur", 0) > 0}
+        names = [each for each in events if each["name"] == "process_name" and each["pid"] in busy]
+        assert {each["args"]["name"] for each in names} == {"rank 0", "rank 1"}

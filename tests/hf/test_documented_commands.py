@@ -8,8 +8,8 @@ a page shows of an own loop runs.
 
 from __future__ import annotations
 
-import argparse
 import ast
+import dataclasses
 import importlib
 import inspect
 import json
@@ -20,6 +20,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,14 +29,15 @@ import peft
 import pytest
 import torch
 import transformers
+import yaml
 from torch.distributed.run import get_args_parser
 
 import zero
 import zero.hf
 import zero.tools.cli
+from tests.distill import models
 from tests.processes import REPOSITORY, fork_ranks, run
-from translation.arguments import ArgumentParser
-from translation.options import APPLICATION, DataTrainingArguments, ModelArguments
+from translation.options import DataTrainingArguments, ModelArguments
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 from zero.config import load_config
 from zero.integrations.deepspeed.finder import FacadeModule
@@ -120,17 +123,13 @@ from transformers import (
 def numbers():
     return [{"input_ids": [3, 4, 5, 6 + i % 4], "labels": [3, 4, 5, 6 + i % 4]} for i in range(96)]
 
-def options():
-    parser = HfArgumentParser(TrainingArguments)
-    parser.add_argument("--model_name_or_path", default="Llama-3.1-8B")
-    return parser
-
 class Later(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         state.global_step = max(state.global_step, 498)
 
 if __name__ == "__main__":
-    parser = options()
+    parser = HfArgumentParser(TrainingArguments)
+    parser.add_argument("--model_name_or_path", default="Llama-3.1-8B")
     parser.set_defaults(
         output_dir="out", max_steps=502, save_steps=500, logging_steps=1, use_cpu=True,
         report_to="none",
@@ -237,74 +236,33 @@ def test_the_table_has_every_command():
 # -- what is not run
 
 
-class Parsed(Exception):
-    """Raised where a command has parsed its options."""
+FIELDS = {
+    field.name
+    for kind in (ModelArguments, DataTrainingArguments, transformers.Seq2SeqTrainingArguments)
+    for field in dataclasses.fields(kind)
+}
 
 
-def parsed(monkeypatch: pytest.MonkeyPatch, function: Any, *arguments: Any) -> argparse.Namespace:
-    """Call the function until argparse has read its options. Return them."""
-
-    def stop(method: str) -> Any:
-        original = getattr(argparse.ArgumentParser, method)
-
-        def parse(*args: Any, **kwargs: Any) -> None:
-            raise Parsed(original(*args, **kwargs))
-
-        return parse
-
-    with monkeypatch.context() as patch, pytest.raises(Parsed) as caught:
-        for method in ("parse_args", "parse_intermixed_args"):
-            patch.setattr(argparse.ArgumentParser, method, stop(method))
+def help_of(function: Any, *arguments: Any) -> str:
+    with redirect_stdout(StringIO()) as text, pytest.raises(SystemExit):
         function(*arguments)
-    return caught.value.args[0]
+    return text.getvalue()
 
 
-def trainer_options(words: list[str]) -> None:
-    space: dict[str, Any] = {"__name__": "train"}
-    exec(TRAIN, space)
-    space["options"]().parse_args(words)
-
-
-def check_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command and what it starts know all options."""
-    match words:
-        case ["docker", *_]:
-            check_options(words[words.index("IMAGE") + 1 :], monkeypatch)
-        case ["zero", "run" | "launch" | "verify" | "trace" as name, *rest]:
-            own = "-m" if "-m" in rest else next((w for w in rest if w.endswith(".py")), "zero")
-            if "torchrun" in rest:
-                own = "torchrun"
-            start = rest.index(own)
-            parsed(monkeypatch, zero.tools.cli.command(name), [*rest[:start], "x.py"])
-            inner = rest[start:]
-            check_options(inner if own in ("torchrun", "zero") else ["python", *inner], monkeypatch)
-        case ["zero", name, *rest]:
-            parsed(monkeypatch, zero.tools.cli.command(name), rest)
-        case ["torchrun", *rest]:
-            options = get_args_parser().parse_args(rest)
-            script = ["-m"] * options.module + [options.training_script]
-            check_options(["python", *script, *options.training_script_args], monkeypatch)
-        case ["python", "-m", "zero", *rest]:
-            check_options(["zero", *rest], monkeypatch)
-        case ["python", "-m", module, *rest] if module.startswith("trl."):
-            importlib.import_module(module).make_parser().parse_args(rest)
-        case ["python", "-m", module, *rest]:
-            monkeypatch.setattr(sys, "argv", [module, *rest])
-            if "--help" not in rest:
-                for imported in (module, f"{module}.__main__"):  # by another test
-                    monkeypatch.delitem(sys.modules, imported, raising=False)
-                parsed(monkeypatch, lambda: runpy.run_module(module, run_name="__main__"))
-        case ["python", "train.py", *rest]:
-            trainer_options(rest)
-        case ["python", "run_translation.py", *rest]:
-            translation_options(rest)
-        case _:
-            raise AssertionError(f"no parser for {words}")
-
-
-def translation_options(words: list[str]) -> None:
-    types = ModelArguments, DataTrainingArguments, transformers.Seq2SeqTrainingArguments
-    ArgumentParser(APPLICATION, *types).parse_args(words)
+def known(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The options of a command and of what it starts: of launchers, modules and scripts."""
+    text = get_args_parser().format_help() + " ".join(f"--{name}" for name in FIELDS)
+    if "zero" in words:
+        text += help_of(zero.tools.cli.main, [words[words.index("zero") + 1], "--help"])
+    module = words[words.index("-m") + 1] if "-m" in words else ""
+    if module.startswith("trl."):
+        text += importlib.import_module(module).make_parser().format_help()
+    elif module.startswith("benchmarks"):
+        monkeypatch.setattr(sys, "argv", [module, "--help"])
+        for imported in (module, f"{module}.__main__"):  # by another test
+            monkeypatch.delitem(sys.modules, imported, raising=False)
+        text += help_of(lambda: runpy.run_module(module, run_name="__main__"))
+    return text
 
 
 STARTS = ("zero", "torchrun", "python", "docker run")
@@ -319,26 +277,20 @@ def test_what_does_not_run_has_options_that_its_parsers_know(monkeypatch):
     ]  # fmt: skip
     assert len(read) > 20
     for command in read:
-        try:
-            check_options(command.words, monkeypatch)
-        except (ValueError, SystemExit) as error:
-            pytest.fail(f"{command.page}: {command.text}: {error}")
+        words = command.words[command.words.index("IMAGE") if "IMAGE" in command.words else 0 :]
+        options = [word.partition("=")[0] for word in words if word.startswith("--")]
+        unknown = set(options).difference(re.findall(r"--[\w-]+", known(words, monkeypatch)))
+        assert not unknown, f"{command.page}: {command.text}"
 
 
-def test_steps_of_continuous_integration_are_those():
-    script = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
-    steps = [command for command in ALL if COMMANDS[command.key] == "a step of .ci/run"]
-    for command in steps:
-        assert f'"$VENV/bin/{" ".join(command.words[:1])}" ' in script.replace("\n", " ")
-    for command in ALL:
-        if command.key == "pytest":
-            assert (REPOSITORY / command.words[1]).exists()
+def test_files_of_tests_are_there():
+    paths = [command.words[1] for command in ALL if command.key == "pytest"]
+    assert paths and all((REPOSITORY / path).exists() for path in paths)
 
 
-def test_a_file_of_arguments_has_known_ones(tmp_path):
+def test_a_file_of_arguments_has_known_ones():
     (block,) = [block for _, block in blocks("yaml")]
-    (tmp_path / "arguments.yaml").write_text(block)
-    translation_options(["--config", str(tmp_path / "arguments.yaml")])
+    assert yaml.safe_load(block).keys() <= FIELDS
 
 
 # -- what is run
@@ -347,22 +299,14 @@ def test_a_file_of_arguments_has_known_ones(tmp_path):
 def write_models() -> None:
     lines = [f"The house number {i} is small, of {i * i} stones." for i in range(60)]
     tokenizer = t5_tokenizer(scored_pieces(train_sentencepiece(lines, 120, 1.0)))
-    torch.manual_seed(0)
     sizes = {
-        "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        "vocab_size": 128, "intermediate_size": 64, "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
     }  # fmt: skip
-    small, teacher = (
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=layers))
-        for layers in (2, 12)
-    )
+    llama = transformers.LlamaForCausalLM
+    small, teacher = (models.causal(llama, 32, layers, seed=0, **sizes) for layers in (2, 12))
     Path("small.json").write_text(json.dumps(small.config.to_dict()))
-    t5 = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=6, num_heads=4,
-            decoder_start_token_id=0,
-        )
-    )  # fmt: skip
+    t5 = models.t5(32, 6, seed=0, vocabulary=len(tokenizer))
     # Any token ends a sentence. Otherwise each would have 512.
     t5.generation_config.eos_token_id = [*range(1, len(tokenizer))]
     for model, names in ((small, LLAMAS), (teacher, ["path/to/teacher"]), (t5, T5S)):

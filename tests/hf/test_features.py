@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 
 from tests.hf.features import FEATURES
+from tests.hf.trainer_runs import AUTO
 from tests.processes import fork_ranks
 
 # The first test of the module waits for two runs of all rows.
 pytestmark = pytest.mark.timeout(900)
 SCRIPT = Path(__file__).parent / "scripts" / "features.py"
-STAGE_3 = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
+STAGE_3 = AUTO | {
     "zero_optimization": {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,

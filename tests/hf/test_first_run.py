@@ -6,26 +6,22 @@ the same scripts run in forks of a server, which has made the imports."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from benchmarks.applications import t5_3b
 from tests.accelerator.test_offload import ON_GPU
 from tests.hf.trainer_runs import SCRIPTS, SHIPPED_CONFIG, column, write_jobs
 from tests.processes import REPOSITORY, Done, fork_ranks, run, torchrun
 from tests.tolerance import rounding
 
 SCRIPT = REPOSITORY / "run_translation.py"
-GIB = 1 << 30
 LIMIT = 280  # seconds
 
 Start = Callable[..., Done]
@@ -40,7 +36,7 @@ def start_on_gpu(*command: object, launched: bool, timeout: float = LIMIT) -> Do
 
 
 def start_on_cpu(*command: object, launched: bool, timeout: float = LIMIT) -> Done:
-    return fork_ranks(*map(str, command), nproc=int(launched), timeout=timeout)
+    return fork_ranks(*map(str, command), nproc=2 * launched, timeout=timeout)
 
 
 DEVICES = [
@@ -61,7 +57,7 @@ def test_the_shipped_command(start, tmp_path):
     output = tmp_path / "out"
     command = [
         SCRIPT, "--deepspeed", SHIPPED_CONFIG, "--output_dir", output, "--bf16",
-        "--max_train_samples", 300, "--max_eval_samples", 8, "--max_predict_samples", 8,
+        "--max_train_samples", 300, "--max_eval_samples", 9, "--max_predict_samples", 13,
         "--predict_with_generate", "--save_strategy", "steps", "--save_steps", 2,
         "--skip_memory_metrics", False,
     ]  # fmt: skip
@@ -69,12 +65,18 @@ def test_the_shipped_command(start, tmp_path):
         resumes = ["--resume_from_checkpoint", True] if steps > 2 else []
         done = start(*command, "--max_steps", steps, *resumes, launched=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert json.loads((output / "predict_results.json").read_text())["predict_bleu"] >= 0
+        assert json.loads((output / "predict_results.json").read_text())["predict_chrf"] >= 0
+        assert "eval_loss" in json.loads((output / "eval_results.json").read_text())
+        # Two ranks repeat one of 13 sentences, which is neither scored nor written.
+        assert (output / "generated_predictions.txt").read_text().count("\n") == 13
+        assert done.stdout.count("prediction  ") == 12
+        assert done.stdout.rindex(f"reloaded from {output}") > done.stdout.rindex("prediction  ")
         state = json.loads((output / "trainer_state.json").read_text())
         assert state["global_step"] == steps
         assert (output / f"checkpoint-{steps}").is_dir()
         assert_where(output / "train_results.json", start)
         model = AutoModelForSeq2SeqLM.from_pretrained(output)
+        assert model.dtype == torch.bfloat16
         assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
@@ -101,37 +103,3 @@ def test_a_script_with_a_trainer(start, tmp_path):
         model = AutoModelForSeq2SeqLM.from_pretrained(output)
         assert all(value.isfinite().all() for value in model.state_dict().values())
     assert losses[1] == pytest.approx(losses[0], rel=rounding(torch.bfloat16, 64, 4))
-
-
-def too_small() -> bool:
-    if not torch.cuda.is_available():
-        return True
-    total = torch.cuda.get_device_properties(0).total_memory
-    return total < 16 * GIB or psutil.virtual_memory().available < 80 * GIB
-
-
-@pytest.mark.timeout(1000)
-@pytest.mark.parametrize(
-    ("start", "small"),
-    [
-        pytest.param(
-            start_on_gpu,
-            False,
-            id="T5-3B",
-            marks=[
-                *ON_GPU,
-                pytest.mark.skipif(too_small(), reason="T5-3B needs 80 GiB of host memory"),
-            ],
-        ),
-        pytest.param(start_on_cpu, True, id="small"),
-    ],
-)
-def test_the_shipped_command_on_t5_3b(start, small, tmp_path):
-    options = argparse.Namespace(small=small, device="cpu", folder=tmp_path, steps=2)
-    command = t5_3b.prepare(tmp_path, options)[1:]
-    command[command.index("--deepspeed") + 1] = str(SHIPPED_CONFIG)
-    done = start(*command, "--skip_memory_metrics", False, launched=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    output = tmp_path / "out"
-    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2
-    assert_where(output / "train_results.json", start)

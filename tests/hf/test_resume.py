@@ -4,7 +4,6 @@ number of ranks.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.hf.trainer_runs import AUTO, SCRIPTS, column, write_jobs
+from tests.hf.trainer_runs import AUTO, SCRIPTS, column, run_unmodified, write_jobs
 from tests.processes import fork_ranks, torchrun
 from tests.releases import needs
 from zero.checkpoint import find_resumable
@@ -32,13 +31,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # Dropout shows whether random states are restored. Without dropout, another number of ranks gives
 # the same losses.
 DROPOUT = {"sections": 0.1, "the Trainer's own": 0.0}
-SAME_BATCHES = needs(
-    "transformers",
-    "5.0",
-    "resumed in a later epoch, its Trainer takes other batches, also by itself",
-)
+SAME_BATCHES = needs("transformers", "5.0", "its Trainer resumes an epoch with other batches")
 # An epoch has eight steps, so one ends between the save and the end.
-SAMPLES, SAVED, KILLED, STEPS, GLOBAL_BATCH = 48, 10, 12, 20, 6
+SAMPLES, SAVED, STOPPED, STEPS, GLOBAL_BATCH = 48, 10, 12, 20, 6
 
 
 def _job(name: str, output: Path, nproc: int, **others: Any) -> dict[str, Any]:
@@ -53,84 +48,60 @@ def _job(name: str, output: Path, nproc: int, **others: Any) -> dict[str, Any]:
     return {**job, "arguments": arguments, **others}
 
 
-def _run(folder: Path, nproc: int, jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the reports by the names of the jobs.
-
-    If the last job does not end, its entry is the output.
-    """
-    path = write_jobs(list(jobs.values()), folder)
-    # SIGTERM goes to the launcher.
-    start = torchrun if any("sigterm_at" in job for job in jobs.values()) else fork_ranks
-    process = start("-m", "zero", "run", SCRIPTS / "resume.py", path, nproc=nproc, timeout=240)
-    ended = [name for name, job in jobs.items() if "kill_at" in job or "sigterm_at" in job]
-    assert (process.returncode != 0) == bool(ended), process.stdout + process.stderr
-    reports: dict[str, Any] = dict.fromkeys(ended, process.stdout + process.stderr)
-    for name in jobs.keys() - set(ended):
-        reports[name] = json.loads(Path(jobs[name]["report"]).read_text(encoding="utf-8"))
-        reports[name]["folder"] = jobs[name]["arguments"]["output_dir"]
-    return reports
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """Return folder and reports of uninterrupted runs on two ranks.
-
-    The folder also has a run that was killed.
-    """
+    """Return folder and reports of uninterrupted runs on two ranks."""
     folder = tmp_path_factory.mktemp("straight")
-    jobs = {name: _job(name, folder / name, 2) for name in CONFIGS}
-    jobs["killed"] = _job("sections", folder / "killed", 2, kill_at=KILLED)
-    return folder, _run(folder, 2, jobs)
+    jobs = [_job(name, folder / name, 2) for name in CONFIGS]
+    return folder, dict(zip(CONFIGS, run_unmodified(jobs, folder, 2), strict=True))
 
 
 @pytest.fixture(scope="module")
 def preempted(tmp_path_factory):
     """Return the folder and the output of a run that got SIGTERM. Its saves are asynchronous."""
     folder = tmp_path_factory.mktemp("preempted")
-    job = _job("sections", folder / "preempted", 2, sigterm_at=KILLED)
+    job = _job("sections", folder / "preempted", 2, sigterm_at=STOPPED)
     job["arguments"]["deepspeed"] |= {"checkpoint": {"async_save": True}}
-    return folder, _run(folder, 2, {"preempted": job})["preempted"]
+    # SIGTERM goes to the launcher.
+    script = (SCRIPTS / "resume.py", write_jobs([job], folder))
+    process = torchrun("-m", "zero", "run", *script, nproc=2, timeout=240)
+    output = process.stdout + process.stderr
+    assert process.returncode, output
+    return folder, output
 
 
 @pytest.fixture(scope="module")
 def resumed(straight, preempted, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resumed")
     sources = {name: straight[0] / name / f"checkpoint-{SAVED}" for name in CONFIGS}
-    # A save that was killed leaves such a folder. `resume_from_checkpoint=True` must skip it.
-    (straight[0] / "killed" / f"checkpoint-{KILLED}").mkdir()
-    sources["killed"] = None
     sources["preempted"] = find_resumable(preempted[0] / "preempted")
-    jobs = {
-        name: _job(name if name in CONFIGS else "sections", folder / name, 2, resume=str(source))
+    jobs = [
+        _job(name if name in CONFIGS else "sections", folder / name, 2, resume=str(source))
         for name, source in sources.items()
-    }
-    jobs["killed"] = _job("sections", straight[0] / "killed", 2, resume=True)
-    reports = _run(folder, 2, jobs)
-    assert (straight[0] / "killed" / f"incomplete-checkpoint-{KILLED}").is_dir()
-    return reports
+    ]
+    return folder, dict(zip(sources, run_unmodified(jobs, folder, 2), strict=True))
 
 
 def test_sigterm_leaves_a_checkpoint_of_the_step_at_hand(preempted):
     folder, output = preempted
-    checkpoint = folder / "preempted" / f"checkpoint-{KILLED}"
+    checkpoint = folder / "preempted" / f"checkpoint-{STOPPED}"
     assert find_resumable(folder / "preempted") == checkpoint
-    said = f"zero: SIGTERM: stopped after step {KILLED}; the checkpoint {checkpoint} is complete"
+    said = f"zero: SIGTERM: stopped after step {STOPPED}; the checkpoint {checkpoint} is complete"
     assert output.count(said) == 1, output
 
 
 @SAME_BATCHES
-@pytest.mark.parametrize("name", [*CONFIGS, "killed", "preempted"])
+@pytest.mark.parametrize("name", [*CONFIGS, "preempted"])
 def test_same_number_of_ranks_goes_on_bit_for_bit(name, straight, resumed):
-    reference = straight[1][name if name in CONFIGS else "sections"]
+    original = name if name in CONFIGS else "sections"
+    found, expected = resumed[1][name], straight[1][original]
     for key in ("loss", "grad_norm", "learning_rate"):
-        assert len(column(reference, key)) == STEPS
-        assert column(resumed[name], key) == column(reference, key), key
-    assert resumed[name]["random"] == reference["random"]
-    found, expected = (
-        load_file(Path(report["folder"], "model.safetensors"))
-        for report in (resumed[name], reference)
-    )
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+        assert len(column(expected, key)) == STEPS
+        assert column(found, key) == column(expected, key), key
+    assert found["random"] == expected["random"]
+    folders = (resumed[0] / name, straight[0] / original)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
 
 
 @needs("transformers", "5.2", "its Trainer takes the batch size of a rank from the folder")
@@ -138,9 +109,18 @@ def test_same_number_of_ranks_goes_on_bit_for_bit(name, straight, resumed):
 def test_another_number_of_ranks_goes_on(nproc, straight, tmp_path):
     name = "the Trainer's own"
     source = straight[0] / name / f"checkpoint-{SAVED}"
-    other = _run(
-        tmp_path, nproc, {name: _job(name, tmp_path / "output", nproc, resume=str(source))}
-    )[name]
+    job = _job(name, tmp_path / "output", nproc, resume=str(source))
+    (other,) = run_unmodified([job], tmp_path, nproc)
     reference = straight[1][name]
     assert column(other, "loss") == pytest.approx(column(reference, "loss"), rel=1e-5)
     assert column(other, "learning_rate") == column(reference, "learning_rate")
+
+
+@pytest.mark.timeout(600)
+def test_kills_are_survived_and_damage_is_noticed():
+    """The short version of `python -m benchmarks.faults`, through the real Trainer."""
+    words = "--trials 1 --seed 11 --parts kills damage".split()
+    done = fork_ranks("-m", "benchmarks.faults", *words, nproc=0, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kills resumed bit for bit; 0 failed" in done.stdout
+    assert done.stdout.count("; 0 failed") == 2

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.processes import REPOSITORY, fork_ranks, run
+from tests.processes import REPOSITORY, fork_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SHIPPED_CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
@@ -65,13 +64,6 @@ def run_unmodified(jobs: list[Job], folder: Path, nproc: int) -> list[dict[str, 
     return _reports(
         jobs,
         fork_ranks("-m", "zero", "run", SCRIPTS / "jobs.py", path, nproc=nproc, timeout=TIMEOUT),
-    )
-
-
-def run_own(jobs: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Run the script that calls `zero.hf.enable()`, under plain python."""
-    return _reports(
-        jobs, run([sys.executable, SCRIPTS / "own.py", write_jobs(jobs, folder)], timeout=TIMEOUT)
     )
 
 

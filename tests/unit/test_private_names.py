@@ -107,7 +107,7 @@ torch.ops.aten.add.Tensor._schema                  tests/dist/tools/test_estimat
 transformers.LlamaConfig()._attn_implementation    tests/dist/parallel/test_sequence.py
 transformers.LlamaForCausalLM._no_split_modules    tests/unit/core/test_layout.py
 transformers.LlamaForCausalLM._tp_plan             tests/parity/test_pipeline.py
-accelerate.PartialState._shared_state              tests/hf/test_workflows.py
+accelerate.PartialState._shared_state              tests/hf/test_scripts.py
 """
 # Since later releases than the oldest ones that zero works with; the last one is gone again.
 EXPERTS = "transformers.distributed.expert_parallel"
@@ -153,8 +153,7 @@ INDIRECT = {"_post_accumulate_grad_hooks"}
 MARKS = {"_opt_called", "_is_expert_parallel"}
 # Attributes that objects get while a job runs: transformers' mark of a loaded tensor, PEFT's cache
 # of a layer, TRL's list of names, and transformers' rules for old names. A change is noticed by
-# tests/hf/test_quantized_loading.py, tests/dist/checkpoint/test_streaming.py,
-# tests/hf/test_weight_sync.py and tests/hf/test_workflows.py.
+# tests/hf/test_scripts.py and tests/dist/checkpoint/test_streaming.py.
 OF_RUNNING_JOBS = {"_is_hf_initialized", "_caches", "_weight_metadata", "_weight_conversions"}
 
 

@@ -24,7 +24,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from zero.checkpoint.resumable import find_intact
 
 import zero
 from tests.dist.training import ds_config, start, train_zero
@@ -34,7 +33,7 @@ from zero.checkpoint import disk, training
 from zero.checkpoint.blocks import verify
 from zero.checkpoint.disk import LOCK
 from zero.checkpoint.files import open_checkpoint
-from zero.checkpoint.folder import locate
+from zero.checkpoint.folder import find_intact, locate
 from zero.checkpoint.manifest import MANIFEST, DamagedCheckpointError, to_text
 from zero.engine import ZeroEngine
 from zero.threads import EngineThread
@@ -312,10 +311,10 @@ def fail_after_begin(
 @pytest.mark.parametrize(
     ("name", "failing", "config"),
     [
-        ("checkpoint.background.BackgroundSaves.copy", 1, ASYNC),
+        ("checkpoint.training.BackgroundSaves.copy", 1, ASYNC),
         ("checkpoint.training._Save.all_slices", 1, ASYNC),
         ("checkpoint.training._Save.all_slices", 1, {}),
-        ("checkpoint.resumable.sync_later", 0, {}),
+        ("checkpoint.folder.sync_later", 0, {}),
         ("core.forward_writes.ForwardWrites.between_passes", 1, {}),
     ],
 )

@@ -13,12 +13,9 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
+    StoppingCriteria,
     Trainer,
     TrainerCallback,
     set_seed,
@@ -70,14 +67,6 @@ class Lengths(Tokens):
         return {"input_ids": ids[: 3 + index % 6], "labels": ids[: 3 + index % 6]}
 
 
-def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    def pad(key: str, value: int) -> torch.Tensor:
-        rows = [each[key] for each in samples]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
-
-    return {"input_ids": pad("input_ids", 0), "labels": pad("labels", -100)}
-
-
 class Pictures(Tokens):
     """Every third sample has a picture."""
 
@@ -124,13 +113,6 @@ def resized() -> Any:
     return net
 
 
-def experts() -> Any:
-    set_seed(1)
-    return MixtralForCausalLM(
-        MixtralConfig(**SIZES, num_local_experts=4, num_key_value_heads=2, pad_token_id=0)
-    )
-
-
 def skips_layers() -> Any:
     set_seed(1)
     return OPTForCausalLM(
@@ -142,17 +124,6 @@ def skips_layers() -> Any:
     )  # fmt: skip
 
 
-def encoder_decoder(**others: Any) -> Any:
-    """A model with an encoder and a decoder."""
-    set_seed(1)
-    return T5ForConditionalGeneration(
-        T5Config(
-            d_model=16, d_kv=8, d_ff=32, num_layers=1, num_decoder_layers=1, num_heads=2,
-            vocab_size=40, decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0, **others,
-        )
-    )  # fmt: skip
-
-
 def with_peft(config: Any) -> Any:
     net = model()
     set_seed(4)
@@ -160,11 +131,8 @@ def with_peft(config: Any) -> Any:
 
 
 def adapted(**others: Any) -> Any:
-    set_seed(4)
-    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **others)
-    net = model()
-    set_seed(4)
-    return get_peft_model(net, config)
+    targets = ["q_proj", "v_proj"]
+    return with_peft(LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **others))
 
 
 def adalora() -> Any:
@@ -230,8 +198,7 @@ class RatesByLayer(Trainer):
 class OwnLoss(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")
-        logits = model(**inputs).logits[:, :-1]
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        return mean_loss(model(**inputs), labels)
 
 
 def mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -320,6 +287,16 @@ class Allocate(TrainerCallback):
 class SeedByRank(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         torch.manual_seed(args.process_index)
+
+
+class StopByRank(StoppingCriteria):
+    """Ends the sequences of rank 0 after two tokens and those of rank 1 after four."""
+
+    def __init__(self, rank: int):
+        self.length = 3 + 2 * rank
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
 class Counted(TrainerCallback, ExportableState):

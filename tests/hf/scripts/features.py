@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,15 @@ from transformers import (
     LlamaForSequenceClassification,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
+    StoppingCriteriaList,
     Trainer,
     TrainerCallback,
     set_seed,
 )
 
-from tests.hf.features import FEATURES
+from tests.hf.features import BEST, EVALUATES, FEATURES
 from tests.hf.scripts import feature_parts as parts
+from tests.hf.scripts.jobs import collate, make_model
 
 FOLDER = Path(sys.argv[1])
 DEEPSPEED = sys.argv[2] if len(sys.argv) > 2 else None
@@ -124,12 +127,6 @@ def prediction(name: str) -> list[float]:
 def early_stopping(name: str) -> list[float]:
     stops = EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=100.0)
     return run(name, max_steps=8, with_callbacks=[stops], **BEST)
-
-
-BEST: dict[str, Any] = {
-    "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
-    "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
-}  # fmt: skip
 
 
 def best_model(name: str) -> list[float]:
@@ -233,10 +230,9 @@ def several_evaluations(name: str) -> list[float]:
     return [entry[key] for entry in log for key in entry if key.endswith("_loss")]
 
 
-def named_labels(name: str) -> list[float]:
-    labels = {"label_names": ["targets"], "remove_unused_columns": False}
+def named_labels(name: str, **given: Any) -> list[float]:
     data = {"data": parts.Named(), "with_eval_dataset": parts.Named(8)}
-    made = trainer(name, kind=parts.NamedLoss, **labels, **data)
+    made = trainer(name, kind=parts.NamedLoss, label_names=["targets"], **data, **given)
     made.train()
     found = made.predict(parts.Named(6))
     return [*numbers(made), found.metrics["test_loss"], float(found.label_ids.sum())]
@@ -251,16 +247,21 @@ def only_model(name: str) -> list[float]:
     return [*found, *run(name, lambda: net), float(len(states))]
 
 
-def written(name: str) -> list[float]:
+def written(name: str, trains: bool = True) -> list[float]:
     def metrics(prediction: Any) -> dict[str, float]:
         return {"right": float(abs(prediction.predictions).sum())}
 
     generates = {"predict_with_generate": True, "generation_max_length": 6} | EVALUATES
     made = trainer(
-        name, parts.encoder_decoder, Seq2SeqTrainer, with_compute_metrics=metrics, **generates
+        name, partial(make_model, "t5"), Seq2SeqTrainer, with_compute_metrics=metrics, **generates
     )
-    made.train()
-    return numbers(made) + made.predict(parts.Tokens(6)).predictions.flatten().tolist()
+    if trains:
+        made.train()
+    else:
+        made.evaluate()
+    stops = StoppingCriteriaList([parts.StopByRank(made.args.process_index)])
+    found = made.predict(parts.Tokens(7), stopping_criteria=stops, min_new_tokens=5)
+    return numbers(made) + found.predictions.flatten().tolist()
 
 
 def two_trainers(name: str) -> list[float]:
@@ -277,38 +278,25 @@ def second_run(name: str) -> list[float]:
     return numbers(made)
 
 
-SGD = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.5})}
-EVALUATES = {"eval_strategy": "steps", "eval_steps": 1}
+def images(name: str, collate: Any = parts.with_blank_images) -> list[float]:
+    own = {"data": parts.Pictures(), "with_data_collator": collate}
+    return run(name, parts.sees, remove_unused_columns=False, **own)
+
+
+SGD = (torch.optim.SGD, {"lr": 0.5, "momentum": 0.5})
 # For DDP: parameters without a gradient in some steps.
 UNUSED = {"ddp_find_unused_parameters": True}
-RUNS: dict[str, Callable[[str], list[float]]] = {
-    "plain": run,
-    "accumulation": lambda name: run(name, gradient_accumulation_steps=2),
-    "partial_accumulation": lambda name: run(
-        name, gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=2
-    ),
-    "checkpointing": lambda name: run(name, gradient_checkpointing=True),
-    "label_smoothing": lambda name: run(name, label_smoothing_factor=0.1),
-    "neftune": lambda name: run(name, neftune_noise_alpha=5.0),
-    "small_clipping": lambda name: run(name, max_grad_norm=1e-3),
-    "no_clipping": lambda name: run(name, max_grad_norm=0.0),
-    "weight_decay": lambda name: run(name, weight_decay=0.5),
-    "adafactor": lambda name: run(name, optim="adafactor"),
-    "sgd": lambda name: run(name, optim="sgd", optim_args="momentum=0.9"),
-    "cosine": lambda name: run(name, lr_scheduler_type="cosine", warmup_steps=1),
-    "plateau": lambda name: run(name, lr_scheduler_type="reduce_lr_on_plateau", **EVALUATES),
+RUNS: dict[str, Callable[..., list[float]]] = {
     "optimizers": optimizers,
-    "optimizer_class": lambda name: run(name, **{f"with_{key}": SGD[key] for key in SGD}),
+    "optimizer_class": lambda name: run(name, with_optimizer_cls_and_kwargs=SGD),
     "own_optimizer": lambda name: run(name, kind=parts.OwnOptimizer),
     "rates_by_layer": lambda name: run(name, kind=parts.RatesByLayer),
-    "evaluation": lambda name: run(name, with_compute_metrics=parts.right, **EVALUATES),
-    "evaluation_at_start": lambda name: run(name, eval_on_start=True, **EVALUATES),
+    "evaluation": partial(run, with_compute_metrics=parts.right),
     "evaluation_before": evaluation_before,
-    "preprocessed_logits": lambda name: run(
-        name,
+    "preprocessed_logits": partial(
+        run,
         with_compute_metrics=parts.right,
         with_preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-        **EVALUATES,
     ),
     "prediction": prediction,
     "early_stopping": early_stopping,
@@ -334,17 +322,14 @@ RUNS: dict[str, Callable[[str], list[float]]] = {
     "rate_of_callback": lambda name: run(name, with_callbacks=[parts.SetRate()]),
     "stop_of_callback": lambda name: run(name, with_callbacks=[parts.Stop()]),
     "generation": generation,
-    "counted_tokens": lambda name: run(name, include_num_input_tokens_seen="all"),
-    "averaged_tokens": lambda name: run(name, average_tokens_across_devices=True),
-    "smaller_batches": lambda name: run(name, auto_find_batch_size=True),
     "two_trainers": two_trainers,
     "second_run": second_run,
     "model_init": lambda name: run(name, with_model_init=lambda: parts.model()),
     "search": search,
     "averaged_model": averaged_model,
     "averaged_alone": lambda name: averaged_model(name, gathers=False),
-    "unfreezing": lambda name: run(
-        name, parts.first_layer_frozen, with_callbacks=[parts.Freeze(alternates=False)], max_steps=4
+    "unfreezing": partial(
+        run, net=parts.first_layer_frozen, with_callbacks=[parts.Freeze(alternates=False)]
     ),
     "alternating": lambda name: run(
         name, with_callbacks=[parts.Freeze(alternates=True)], max_steps=4, **UNUSED
@@ -355,82 +340,27 @@ RUNS: dict[str, Callable[[str], list[float]]] = {
     ),
     "prompts": lambda name: run(name, parts.prompts),
     "ia3": lambda name: run(name, parts.scaled),
-    "experts": lambda name: run(name, parts.experts),
-    "images": lambda name: run(
-        name,
-        parts.sees,
-        data=parts.Pictures(),
-        with_data_collator=parts.with_blank_images,
-        remove_unused_columns=False,
-    ),
-    "images_on_one_rank": lambda name: run(
-        name,
-        parts.sees,
-        data=parts.Pictures(),
-        with_data_collator=parts.with_images,
-        remove_unused_columns=False,
-    ),
+    "experts": partial(run, net=partial(make_model, "mixtral")),
+    "images": images,
+    "images_on_one_rank": lambda name: images(name, parts.with_images),
     "layer_drop": lambda name: run(name, parts.skips_layers, max_steps=4, **UNUSED),
     "layer_drop_by_rank": lambda name: run(
         name, parts.skips_layers, with_callbacks=[parts.SeedByRank()]
     ),
-    "encoder_decoder": lambda name: run(name, parts.encoder_decoder),
+    "encoder_decoder": partial(run, net=partial(make_model, "t5")),
     "predict_with_generate": written,
+    "evaluated_alone": partial(written, trains=False),
     "restored_callback": restored_callback,
-    "grouped": lambda name: run(
-        name,
-        data=parts.Lengths(),
-        with_data_collator=parts.padded,
-        train_sampling_strategy="group_by_length",
-    ),
-    "reentrant": lambda name: run(
-        name,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": True},
-    ),
-    "compiled": lambda name: run(name, torch_compile=True, torch_compile_backend="aot_eager"),
+    "grouped": partial(run, data=parts.Lengths(), with_data_collator=collate),
     "named_labels": named_labels,
     "nan_filter": lambda name: run(name, kind=parts.NotANumber),
-    "batch_metrics": lambda name: run(
-        name, with_compute_metrics=parts.BatchMetrics(), batch_eval_metrics=True, **EVALUATES
-    ),
-    "more_for_metrics": lambda name: run(
-        name,
-        with_compute_metrics=parts.seen_by_metrics,
-        include_for_metrics=["inputs", "loss"],
-        **EVALUATES,
-    ),
-    "accumulated_evaluation": lambda name: run(
-        name, with_compute_metrics=parts.right, eval_accumulation_steps=1, **EVALUATES
-    ),
+    "batch_metrics": partial(run, with_compute_metrics=parts.BatchMetrics()),
+    "more_for_metrics": partial(run, with_compute_metrics=parts.seen_by_metrics),
+    "accumulated_evaluation": partial(run, with_compute_metrics=parts.right),
     "several_evaluations": several_evaluations,
-    "saved_best": lambda name: run(name, **BEST | {"save_strategy": "best"}),
     "only_model": only_model,
-    "only_best_model": lambda name: run(name, save_only_model=True, **BEST),
     "data_not_skipped": lambda name: resumed(name, ignore_data_skip=True),
-    "workers": lambda name: run(name, dataloader_num_workers=1, dataloader_persistent_workers=True),
-    "apollo": lambda name: run(
-        name,
-        optim="apollo_adamw",
-        optim_target_modules=["q_proj", "v_proj"],
-        optim_args="rank=2,scale=1.0,update_proj_gap=2",
-    ),
-    "adamw_8bit": lambda name: run(name, optim="adamw_8bit"),
-    "adamw_torch_8bit": lambda name: run(name, optim="adamw_torch_8bit"),
-    "lion": lambda name: run(name, optim="lion_32bit"),
-    "ademamix": lambda name: run(name, optim="ademamix"),
-    "adagrad": lambda name: run(name, optim="adagrad"),
-    "rmsprop": lambda name: run(name, optim="rmsprop"),
-    "schedule_free": lambda name: run(name, optim="schedule_free_adamw"),
-    "stable_decay": lambda name: run(
-        name,
-        lr_scheduler_type="warmup_stable_decay",
-        lr_scheduler_kwargs={"num_decay_steps": 1},
-        warmup_steps=1,
-    ),
     "bf16_evaluation": bf16_evaluation,
-    "deterministic": lambda name: run(name, full_determinism=True),
-    "underflow": lambda name: run(name, debug="underflow_overflow"),
 }
 
 
@@ -443,7 +373,7 @@ def main() -> None:
     names = sys.argv[3:] or [name for name, feature in FEATURES.items() if not feature.ends]
     for name in names:
         try:
-            found[name] = RUNS[name](name)
+            found[name] = RUNS.get(name, run)(name, **FEATURES[name].arguments)
         except (ValueError, RuntimeError, AttributeError, TypeError, KeyError) as error:
             found[name] = f"{type(error).__name__}: {error}"
         print(name, flush=True)

@@ -1,5 +1,5 @@
-"""Loops of frameworks that the tests do not install: which names of DeepSpeed each calls, in its
-order and with its configuration. This script does not mention zero.
+"""Loops of accelerate, and of frameworks that the tests do not install: which names of DeepSpeed
+each calls, in its order and with its configuration. This script does not mention zero.
 
 `python frameworks.py CASE STAGE FOLDER` fails unless losses and saved weights are those of plain
 torch. Each case trains three steps on the same eight rows, of which each of two ranks has four,
@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -24,12 +23,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from jobs import Tokens, collate, make_model
 from safetensors.torch import load_file, save_model
 from torch import nn
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import mse_loss
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -120,7 +119,6 @@ def rlhf_config(stage: int, **others: Any) -> dict[str, Any]:
 
 def openrlhf(stage: int, folder: Path) -> Done:
     from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
     deepspeed.init_distributed(timeout=timedelta(minutes=60))
     config = rlhf_config(
@@ -144,10 +142,10 @@ def openrlhf(stage: int, folder: Path) -> Done:
         get_scheduler, "constant", num_warmup_steps=0, num_training_steps=STEPS,
         scheduler_specific_kwargs={},
     )  # fmt: skip
-    start = partial(deepspeed.initialize, args={"local_rank": RANK}, dist_init_required=True)
-    engine, *_ = start(
-        model=model, optimizer=None, model_parameters=groups, lr_scheduler=schedule, config=config
-    )
+    engine, *_ = deepspeed.initialize(
+        args={"local_rank": RANK}, model=model, optimizer=None, model_parameters=groups,
+        lr_scheduler=schedule, config=config, dist_init_required=True,
+    )  # fmt: skip
     assert isinstance(engine, deepspeed.DeepSpeedEngine)
     losses = train(engine, STEPS - 1)
     assert float(engine.get_global_grad_norm()) > 0
@@ -159,25 +157,7 @@ def openrlhf(stage: int, folder: Path) -> Done:
         where, "step2", load_module_strict=True, load_optimizer_states=True,
         load_lr_scheduler_states=True, load_module_only=False,
     )  # fmt: skip
-    assert path is not None and states["samples"] == 16
-
-    # While vLLM generates
-    assert engine.config["zero_optimization"]["offload_optimizer"]["device"] == "none"
-    kinds = OffloadStateTypeEnum
-    engine.optimizer.offload_states(
-        include=[kinds.optim_states, kinds.contiguous_grad_buffer, kinds.hp_params, kinds.lp_grads],
-        device=OffloadDeviceEnum.cpu, pin_memory=False, non_blocking=True,
-    )  # fmt: skip
-    engine.empty_partition_cache()
-    engine.reload_states(non_blocking=True)
-    assert train(engine, 1) == losses[-1:]
-
-    # A reference model, in an engine without an optimizer
-    reference = LlamaForCausalLM.from_pretrained(base(folder))
-    frozen = rlhf_config(3 if stage == 3 else 0, train_batch_size=ROWS)
-    reference_engine, *_ = start(model=reference, config=frozen)
-    with torch.no_grad():
-        assert abs(language_loss(reference_engine, batch_of(MINE)).item() - losses[0]) < 1e-6
+    assert path is not None and states["samples"] == 16 and train(engine, 1) == losses[-1:]
 
     # To vLLM, one by one
     sent = {}
@@ -274,15 +254,13 @@ def open_instruct(stage: int, folder: Path) -> Done:
 
 
 class Sequential(Trainer):
-    """Rank 0 has the first rows of each step. `loss_of` is the framework's loss."""
-
-    loss_of: LossOf = staticmethod(language_loss)
+    """Rank 0 has the first rows of each step."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
-        return self.loss_of(model, inputs)
+        return language_loss(model, inputs)
 
 
 def config_of(stage: int) -> dict[str, Any]:
@@ -350,93 +328,6 @@ def ms_swift(stage: int, folder: Path) -> Done:
     return losses, saved
 
 
-class ValueHead(nn.Module):
-    """A reward model as LLaMA-Factory saves it."""
-
-    def __init__(self, pretrained: LlamaForCausalLM):
-        super().__init__()
-        self.pretrained_model, self.config = pretrained, pretrained.config
-        self.v_head = nn.ModuleDict({"summary": nn.Linear(32, 1)})
-        with torch.no_grad():
-            self.v_head["summary"].weight.copy_(torch.linspace(-1, 1, 32))
-            self.v_head["summary"].bias.zero_()
-
-    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
-        output = self.pretrained_model(**batch, output_hidden_states=True, use_cache=False)
-        return self.v_head["summary"](output.hidden_states[-1]).squeeze(-1)
-
-
-def pairwise_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    values = model(input_ids=batch["input_ids"])
-    chosen, rejected = values[:, -1].chunk(2)
-    return -logsigmoid(chosen.float() - rejected.float()).mean()
-
-
-class PairwiseTrainer(Sequential):
-    loss_of = staticmethod(pairwise_loss)
-
-    def _save(self, output_dir: str | None = None, state_dict: Weights | None = None) -> None:
-        state = self.model.state_dict() if state_dict is None else state_dict
-        once = {id(value): name for name, value in sorted(state.items(), reverse=True)}
-        super()._save(output_dir, {name: state[name] for name in once.values()})
-
-
-def llama_factory(stage: int, folder: Path) -> Done:
-    """The reward model; the size of the vocabulary; PPO's exchange of heads."""
-    settings = arguments(folder, stage)
-    pretrained = LlamaForCausalLM.from_pretrained(base(folder))
-    embedding = pretrained.get_input_embeddings()
-    with deepspeed.zero.GatheredParameters([embedding.weight]):
-        assert embedding.weight.size(0) == 64
-    model = ValueHead(pretrained)
-    data = Tokens(ROWS, False)
-    trainer = PairwiseTrainer(model, settings, train_dataset=data, data_collator=collate)
-    losses, saved = trained(trainer, folder)
-    head = model.v_head["summary"]
-    with deepspeed.zero.GatheredParameters([head.weight, head.bias], modifier_rank=0):
-        kept = head.weight.data.detach().clone()
-        head.weight.data = torch.full_like(kept, 2.0)
-    with deepspeed.zero.GatheredParameters([head.weight]):
-        assert head.weight.eq(2).all() and not kept.eq(2).any()
-    return losses, saved
-
-
-class RankingLoss(nn.Module):
-    """Of sentence-transformers: it keeps the model, in whose place its trainer puts the engine."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        first, second = (
-            self.model(input_ids=ids).logits.mean(1) for ids in batch["input_ids"].split(4, dim=1)
-        )
-        return cross_entropy(first @ second.T, torch.arange(len(first)))
-
-
-def ranking_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return RankingLoss(model)(batch)
-
-
-class SentenceTrainer(Sequential):
-    loss: RankingLoss
-
-    def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
-        if model == self.model_wrapped and self.loss.model != model:
-            self.loss.model = model
-        return self.loss(inputs)
-
-
-def sentence_transformers(stage: int, folder: Path) -> Done:
-    settings = arguments(folder, stage)
-    model = LlamaForCausalLM.from_pretrained(base(folder))
-    data = Tokens(ROWS, False)
-    trainer = SentenceTrainer(model, settings, train_dataset=data, data_collator=collate)
-    trainer.loss = RankingLoss(model)
-    return trained(trainer, folder)
-
-
 def diffusers(stage: int, folder: Path) -> Done:
     """A frozen encoder, the average of `EMAModel`, states of the accelerator."""
     sizes = {"train_batch_size": ROWS, "train_micro_batch_size_per_gpu": ROWS // RANKS}
@@ -488,66 +379,65 @@ def diffusers(stage: int, folder: Path) -> Done:
     return losses, reloaded(folder)
 
 
-def lightning_fabric(stage: int, folder: Path) -> Done:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+def make_teacher() -> LlamaForCausalLM:
+    teacher = make_model("llama").eval()
+    with torch.no_grad():
+        teacher.model.norm.weight.mul_(3)
+    return teacher
 
-    deepspeed.utils.logging.logger.setLevel(30)
-    deepspeed.init_distributed("gloo", distributed_port=29500)
-    checkpointing = {
-        "partition_activations": False,
-        "cpu_checkpointing": False,
-        "contiguous_memory_optimization": False,
-        "synchronize_checkpoint_boundary": False,
-    }
-    files = {"block_size": 1048576, "queue_depth": 8, "single_submit": False}
-    config = {
-        "activation_checkpointing": checkpointing,
-        "aio": files | {"overlap_events": True, "thread_count": 1},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": stage, "contiguous_gradients": True, "overlap_comm": True,
-            "allgather_partitions": True, "reduce_scatter": True,
-            "allgather_bucket_size": 200000000, "reduce_bucket_size": 200000000,
-            "sub_group_size": 1000000000000,
-        },
-        "gradient_clipping": CLIP,
-        "train_micro_batch_size_per_gpu": ROWS // RANKS,
-    }  # fmt: skip
-    with deepspeed.zero.Init(enabled=stage == 3, remote_device=None, config_dict_or_path=config):
-        model = make_model("llama")
-    values = load_file(base(folder) / "model.safetensors")
 
-    def load(module: nn.Module, prefix: str = "") -> None:
-        params = list(module.parameters(recurse=False))
-        with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
-            if RANK == 0:
-                module._load_from_state_dict(values, prefix, {}, True, [], [], [])
-        for name, child in module.named_children():
-            load(child, f"{prefix}{name}.")
+class Distilled:
+    """The loss of a student: also the distance from a teacher's logits."""
 
-    load(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    engine, optimizer, _, _ = deepspeed.initialize(
-        args=SimpleNamespace(device_rank=None), config=config, model=model,
-        model_parameters=filter(lambda each: each.requires_grad, model.parameters()),
-        optimizer=optimizer, lr_scheduler=None, dist_init_required=False,
-    )  # fmt: skip
-    names = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
-    partition, in_cpu, contiguous = (checkpointing[name] for name in names)
-    deepspeed.checkpointing.configure(
-        mpu_=None, partition_activations=partition, contiguous_checkpointing=contiguous,
-        checkpoint_in_cpu=in_cpu, profile=None,
-    )  # fmt: skip
-    losses = train(engine, STEPS - 1)
-    engine.save_checkpoint(folder / "fit", client_state={"step": 2}, tag="checkpoint")
-    losses += train(engine, 1)
-    _, state = engine.load_checkpoint(
-        folder / "fit", tag="checkpoint", load_optimizer_states=True, load_module_strict=True,
-        load_lr_scheduler_states=False,
-    )  # fmt: skip
-    assert state["step"] == 2 and train(engine, 1) == losses[-1:]
-    engine.save_checkpoint(folder / "last", client_state={}, tag="checkpoint")
-    return losses, get_fp32_state_dict_from_zero_checkpoint(str(folder / "last"), "checkpoint")
+    def __init__(self, teacher: nn.Module):
+        self.teacher = teacher
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.teacher(**batch).logits
+        output = model(**batch)
+        return output.loss + mse_loss(output.logits, target)
+
+
+def two_plugins(stage: int, folder: Path) -> Done:
+    """Of a student, with two micro-batches a step, and of a teacher that is not trained."""
+    path = folder / f"teacher{RANK}"
+    make_teacher().save_pretrained(path)
+    adam = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
+    warmup = {"warmup_min_lr": LR, "warmup_max_lr": LR, "warmup_num_steps": "auto"}
+    of_student = config_of(stage) | {"gradient_clipping": CLIP}
+    of_student |= {"optimizer": {"type": "AdamW", "params": adam}}
+    of_student |= {"scheduler": {"type": "WarmupLR", "params": warmup}}
+    of_teacher = config_of(stage) | {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+    settings = {"student": of_student, "teacher": of_teacher}
+    plugins = {name: DeepSpeedPlugin(hf_ds_config=each) for name, each in settings.items()}
+    accelerator = Accelerator(deepspeed_plugins=plugins, gradient_accumulation_steps=2)
+    data = Tokens(ROWS, False)
+    loader = torch.utils.data.DataLoader(data, ROWS // RANKS // 2, collate_fn=collate)
+    student = make_model("llama")
+    optimizer = DummyOptim(student.parameters(), lr=LR, weight_decay=0.0)
+    schedule = DummyScheduler(optimizer, total_num_steps=100, warmup_num_steps=2)
+    student, optimizer, loader, schedule = accelerator.prepare(student, optimizer, loader, schedule)
+    accelerator.state.select_deepspeed_plugin("teacher")
+    teacher = accelerator.prepare(LlamaForCausalLM.from_pretrained(path))
+    teacher.eval()
+    accelerator.state.select_deepspeed_plugin("student")
+    loss_of, losses = Distilled(teacher), []
+    for _ in range(STEPS):
+        losses.append(0.0)
+        for batch in loader:
+            with accelerator.accumulate(student):
+                loss = loss_of(student, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses[-1] += loss.item() / 2
+    assert teacher.optimizer is None and student.global_steps == STEPS
+    state = accelerator.get_state_dict(student)
+    if RANK == 0:
+        accelerator.unwrap_model(student).save_pretrained(folder / "model", state_dict=state)
+    return losses, reloaded(folder)
 
 
 def reloaded(folder: Path) -> Weights:
@@ -566,24 +456,20 @@ CASES: dict[str, tuple[Callable[[int, Path], Done], bool, LossOf]] = {
     "OpenRLHF": (openrlhf, False, language_loss),
     "open-instruct": (open_instruct, False, language_loss),
     "ms-swift": (ms_swift, True, language_loss),
-    "LLaMA-Factory": (llama_factory, True, pairwise_loss),
-    "sentence-transformers": (sentence_transformers, True, ranking_loss),
+    "accelerate": (two_plugins, False, Distilled(make_teacher())),
     "diffusers": (diffusers, False, language_loss),
-    "Lightning Fabric": (lightning_fabric, False, language_loss),
 }
 
 
 def main() -> None:
     name, stage, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     loop, is_mean, loss_of = CASES[name]
-    model = make_model("llama")
-    expected, weights = plain(ValueHead(model) if loss_of is pairwise_loss else model, loss_of)
+    expected, weights = plain(make_model("llama"), loss_of)
     losses, saved = loop(stage, folder)
     losses = losses if is_mean else mean(losses)
     if RANK == 0:
         # A file has a tied weight once.
-        prefix = "pretrained_model." if loss_of is pairwise_loss else ""
-        head, embedding = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         tied = saved.get(head, saved.get(embedding))
         saved |= {head: tied, embedding: tied}
         assert saved.keys() == weights.keys()

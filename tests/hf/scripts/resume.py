@@ -1,7 +1,6 @@
 """The jobs of `jobs.py`, some of which are ended, for `test_resume.py`. Only `sigterm_at` needs
-anything of zero. More keys of a job:
+anything of zero. It is one more key of a job:
 
-    kill_at     rank 1 is killed at the end of that step
     sigterm_at  the launcher gets SIGTERM while that step begins; the Trainer has a `SaveOnSigterm`
 """
 
@@ -14,15 +13,6 @@ from typing import Any
 
 import jobs
 from transformers import TrainerCallback
-
-
-class KillRankOne(TrainerCallback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class TerminateLauncher(TrainerCallback):
@@ -42,8 +32,6 @@ class TerminateLauncher(TrainerCallback):
 
 
 def callbacks(job: dict) -> list[TrainerCallback]:
-    if "kill_at" in job:
-        return [KillRankOne(job["kill_at"])]
     if "sigterm_at" in job:
         from zero.integrations.hf.preemption import SaveOnSigterm
 
