@@ -23,7 +23,7 @@ from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_sta
 from zero.checkpoint.state import EngineState, Progress
 from zero.checkpoint.training import BackgroundSaves, wait_for_background_saves
 from zero.comm.communicator import Communicator, communicator
-from zero.config import Config
+from zero.config import Config, ResolvedConfig
 from zero.config.table import announce
 from zero.conversion import deepspeed
 from zero.core.forward_writes import ForwardWrites
@@ -204,7 +204,7 @@ class ZeroEngine(nn.Module):
         if settings.checkpoint.async_save:
             self._saves = BackgroundSaves(self.comm, self.optimizer)
 
-    def _begin(self, model: nn.Module, settings: Config, comm: Communicator) -> None:
+    def _begin(self, model: nn.Module, settings: ResolvedConfig, comm: Communicator) -> None:
         """Set what an engine has before its model is sharded; `zero verify` trains with no more."""
         self.module = model
         self.settings = settings

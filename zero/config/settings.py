@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
 
 from zero.config.idle import with_idle_keys
 from zero.config.keys import AnyCase, DType, Flag, NonNegative, Positive, Section, key
@@ -293,7 +293,7 @@ class Config(Section):
         copied._origin = replace(self._origin, given=given)
         return copied
 
-    def resolve(self, world_size: int) -> "Config":
+    def resolve(self, world_size: int) -> "ResolvedConfig":
         """A copy with the three batch sizes completed by DeepSpeed's rule.
 
         Ranks that share their sequences count as one. Accumulation is 1 if it is neither given nor
@@ -326,8 +326,11 @@ class Config(Section):
         train = train or micro * steps * world_size
         if train != micro * steps * world_size:
             raise UsageError(f"{place}: train_batch_size: {self.batch_mismatch(world_size)}")
-        sizes = {"train_batch_size": train, "gradient_accumulation_steps": steps}
-        return self.model_copy(update=sizes | {"train_micro_batch_size_per_gpu": micro})
+        sizes: dict[str, Any] = {"train_batch_size": train, "gradient_accumulation_steps": steps}
+        sizes["train_micro_batch_size_per_gpu"] = micro
+        resolved = ResolvedConfig.model_construct(**dict(self) | sizes)
+        resolved._origin = self._origin
+        return resolved
 
     def batch_mismatch(self, world_size: int | None = None) -> str:
         """Says how `train_batch_size` differs from the product of the numbers that are given."""
@@ -343,6 +346,17 @@ class Config(Section):
             return f"{text} a whole multiple of {' x '.join(factors)}"
         product = math.prod(given.values()) * world_size
         return f"{text} {' x '.join(factors)} = {product}; change one of them or leave one out"
+
+
+class ResolvedConfig(Config):
+    """A configuration whose batch sizes are known. Made by :meth:`Config.resolve`."""
+
+    model_config = ConfigDict(defer_build=True)  # it is never validated again
+
+    if TYPE_CHECKING:
+        train_batch_size: int = 1
+        train_micro_batch_size_per_gpu: int = 1
+        gradient_accumulation_steps: int = 1
 
 
 def _dtype(name: str | None) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 
 from zero.build import make_scheduler, place_buffers
 from zero.comm.communicator import Communicator, communicator
-from zero.config import Config
+from zero.config import Config, ResolvedConfig
 from zero.core.micro_batches import MicroBatches
 from zero.errors import UsageError
 from zero.fragments import FP32, GRADIENT
@@ -71,7 +71,7 @@ class PlainOptimizer:
         optimizer: torch.optim.Optimizer,
         masters: dict[nn.Parameter, nn.Parameter],
         comm: Communicator,
-        settings: Config,
+        settings: ResolvedConfig,
         scaler: LossScaler | None,
     ):
         self.optimizer = optimizer
@@ -222,7 +222,7 @@ class PlainEngine(DeepSpeedEngine):
         self.lr_scheduler = make_scheduler(lr_scheduler, optimizer)
 
     @torch.no_grad()
-    def _place_parameters(self, settings: Config) -> dict[nn.Parameter, torch.Tensor]:
+    def _place_parameters(self, settings: ResolvedConfig) -> dict[nn.Parameter, torch.Tensor]:
         """All parameters on the device, in the dtype they are computed in, with rank 0's values.
 
         Returns the values of each parameter in the dtype in which it was given.
