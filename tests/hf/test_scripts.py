@@ -17,8 +17,11 @@ STAGES = {
     "OpenRLHF": (2, 3),
     "open-instruct": (2, 3),
     "ms-swift": (3,),
+    "LLaMA-Factory": (3,),
+    "sentence-transformers": (3,),
     "accelerate": (3,),
     "diffusers": (2, 3),
+    "Lightning Fabric": (2, 3),
 }
 
 

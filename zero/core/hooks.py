@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+from torch._C._autograd import _get_sequence_nr as next_operation
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -368,7 +369,7 @@ class ModuleHooks:
             self._gathering.unshard(group)
             if recomputing:
                 self._in_backward[group] = None
-        self._calls.append((groups, torch._C._autograd._get_sequence_nr()))
+        self._calls.append((groups, next_operation()))
 
     def _read_outside(self, group: ParamGroup, param: nn.Parameter, func: Callable) -> None:
         if self._in_pass:

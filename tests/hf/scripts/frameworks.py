@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -28,7 +29,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from jobs import Tokens, collate, make_model
 from safetensors.torch import load_file, save_model
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, logsigmoid, mse_loss
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -119,6 +120,7 @@ def rlhf_config(stage: int, **others: Any) -> dict[str, Any]:
 
 def openrlhf(stage: int, folder: Path) -> Done:
     from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
     deepspeed.init_distributed(timeout=timedelta(minutes=60))
     config = rlhf_config(
@@ -142,10 +144,10 @@ def openrlhf(stage: int, folder: Path) -> Done:
         get_scheduler, "constant", num_warmup_steps=0, num_training_steps=STEPS,
         scheduler_specific_kwargs={},
     )  # fmt: skip
-    engine, *_ = deepspeed.initialize(
-        args={"local_rank": RANK}, model=model, optimizer=None, model_parameters=groups,
-        lr_scheduler=schedule, config=config, dist_init_required=True,
-    )  # fmt: skip
+    start = partial(deepspeed.initialize, args={"local_rank": RANK}, dist_init_required=True)
+    engine, *_ = start(
+        model=model, optimizer=None, model_parameters=groups, lr_scheduler=schedule, config=config
+    )
     assert isinstance(engine, deepspeed.DeepSpeedEngine)
     losses = train(engine, STEPS - 1)
     assert float(engine.get_global_grad_norm()) > 0
@@ -157,7 +159,25 @@ def openrlhf(stage: int, folder: Path) -> Done:
         where, "step2", load_module_strict=True, load_optimizer_states=True,
         load_lr_scheduler_states=True, load_module_only=False,
     )  # fmt: skip
-    assert path is not None and states["samples"] == 16 and train(engine, 1) == losses[-1:]
+    assert path is not None and states["samples"] == 16
+
+    # While vLLM generates
+    assert engine.config["zero_optimization"]["offload_optimizer"]["device"] == "none"
+    kinds = OffloadStateTypeEnum
+    engine.optimizer.offload_states(
+        include=[kinds.optim_states, kinds.contiguous_grad_buffer, kinds.hp_params, kinds.lp_grads],
+        device=OffloadDeviceEnum.cpu, pin_memory=False, non_blocking=True,
+    )  # fmt: skip
+    engine.empty_partition_cache()
+    engine.reload_states(non_blocking=True)
+    assert train(engine, 1) == losses[-1:]
+
+    # A reference model, in an engine without an optimizer
+    reference = LlamaForCausalLM.from_pretrained(base(folder))
+    frozen = rlhf_config(3 if stage == 3 else 0, train_batch_size=ROWS)
+    reference_engine, *_ = start(model=reference, config=frozen)
+    with torch.no_grad():
+        assert abs(language_loss(reference_engine, batch_of(MINE)).item() - losses[0]) < 1e-6
 
     # To vLLM, one by one
     sent = {}
@@ -254,13 +274,15 @@ def open_instruct(stage: int, folder: Path) -> Done:
 
 
 class Sequential(Trainer):
-    """Rank 0 has the first rows of each step."""
+    """Rank 0 has the first rows of each step. `loss_of` is the framework's loss."""
+
+    loss_of: LossOf = staticmethod(language_loss)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
-        return language_loss(model, inputs)
+        return self.loss_of(model, inputs)
 
 
 def config_of(stage: int) -> dict[str, Any]:
@@ -328,6 +350,93 @@ def ms_swift(stage: int, folder: Path) -> Done:
     return losses, saved
 
 
+class ValueHead(nn.Module):
+    """A reward model as LLaMA-Factory saves it."""
+
+    def __init__(self, pretrained: LlamaForCausalLM):
+        super().__init__()
+        self.pretrained_model, self.config = pretrained, pretrained.config
+        self.v_head = nn.ModuleDict({"summary": nn.Linear(32, 1)})
+        with torch.no_grad():
+            self.v_head["summary"].weight.copy_(torch.linspace(-1, 1, 32))
+            self.v_head["summary"].bias.zero_()
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        output = self.pretrained_model(**batch, output_hidden_states=True, use_cache=False)
+        return self.v_head["summary"](output.hidden_states[-1]).squeeze(-1)
+
+
+def pairwise_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    values = model(input_ids=batch["input_ids"])
+    chosen, rejected = values[:, -1].chunk(2)
+    return -logsigmoid(chosen.float() - rejected.float()).mean()
+
+
+class PairwiseTrainer(Sequential):
+    loss_of = staticmethod(pairwise_loss)
+
+    def _save(self, output_dir: str | None = None, state_dict: Weights | None = None) -> None:
+        state = self.model.state_dict() if state_dict is None else state_dict
+        once = {id(value): name for name, value in sorted(state.items(), reverse=True)}
+        super()._save(output_dir, {name: state[name] for name in once.values()})
+
+
+def llama_factory(stage: int, folder: Path) -> Done:
+    """The reward model; the size of the vocabulary; PPO's exchange of heads."""
+    settings = arguments(folder, stage)
+    pretrained = LlamaForCausalLM.from_pretrained(base(folder))
+    embedding = pretrained.get_input_embeddings()
+    with deepspeed.zero.GatheredParameters([embedding.weight]):
+        assert embedding.weight.size(0) == 64
+    model = ValueHead(pretrained)
+    data = Tokens(ROWS, False)
+    trainer = PairwiseTrainer(model, settings, train_dataset=data, data_collator=collate)
+    losses, saved = trained(trainer, folder)
+    head = model.v_head["summary"]
+    with deepspeed.zero.GatheredParameters([head.weight, head.bias], modifier_rank=0):
+        kept = head.weight.data.detach().clone()
+        head.weight.data = torch.full_like(kept, 2.0)
+    with deepspeed.zero.GatheredParameters([head.weight]):
+        assert head.weight.eq(2).all() and not kept.eq(2).any()
+    return losses, saved
+
+
+class RankingLoss(nn.Module):
+    """Of sentence-transformers: it keeps the model, in whose place its trainer puts the engine."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        first, second = (
+            self.model(input_ids=ids).logits.mean(1) for ids in batch["input_ids"].split(4, dim=1)
+        )
+        return cross_entropy(first @ second.T, torch.arange(len(first)))
+
+
+def ranking_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return RankingLoss(model)(batch)
+
+
+class SentenceTrainer(Sequential):
+    loss: RankingLoss
+
+    def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
+        if model == self.model_wrapped and self.loss.model != model:
+            self.loss.model = model
+        return self.loss(inputs)
+
+
+def sentence_transformers(stage: int, folder: Path) -> Done:
+    settings = arguments(folder, stage)
+    model = LlamaForCausalLM.from_pretrained(base(folder))
+    data = Tokens(ROWS, False)
+    trainer = SentenceTrainer(model, settings, train_dataset=data, data_collator=collate)
+    trainer.loss = RankingLoss(model)
+    return trained(trainer, folder)
+
+
 def diffusers(stage: int, folder: Path) -> Done:
     """A frozen encoder, the average of `EMAModel`, states of the accelerator."""
     sizes = {"train_batch_size": ROWS, "train_micro_batch_size_per_gpu": ROWS // RANKS}
@@ -377,6 +486,68 @@ def diffusers(stage: int, folder: Path) -> Done:
         )
     assert len(popped) == 1
     return losses, reloaded(folder)
+
+
+def lightning_fabric(stage: int, folder: Path) -> Done:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    deepspeed.utils.logging.logger.setLevel(30)
+    deepspeed.init_distributed("gloo", distributed_port=29500)
+    checkpointing = {
+        "partition_activations": False,
+        "cpu_checkpointing": False,
+        "contiguous_memory_optimization": False,
+        "synchronize_checkpoint_boundary": False,
+    }
+    files = {"block_size": 1048576, "queue_depth": 8, "single_submit": False}
+    config = {
+        "activation_checkpointing": checkpointing,
+        "aio": files | {"overlap_events": True, "thread_count": 1},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage, "contiguous_gradients": True, "overlap_comm": True,
+            "allgather_partitions": True, "reduce_scatter": True,
+            "allgather_bucket_size": 200000000, "reduce_bucket_size": 200000000,
+            "sub_group_size": 1000000000000,
+        },
+        "gradient_clipping": CLIP,
+        "train_micro_batch_size_per_gpu": ROWS // RANKS,
+    }  # fmt: skip
+    with deepspeed.zero.Init(enabled=stage == 3, remote_device=None, config_dict_or_path=config):
+        model = make_model("llama")
+    values = load_file(base(folder) / "model.safetensors")
+
+    def load(module: nn.Module, prefix: str = "") -> None:
+        params = list(module.parameters(recurse=False))
+        with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+            if RANK == 0:
+                module._load_from_state_dict(values, prefix, {}, True, [], [], [])
+        for name, child in module.named_children():
+            load(child, f"{prefix}{name}.")
+
+    load(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        args=SimpleNamespace(device_rank=None), config=config, model=model,
+        model_parameters=filter(lambda each: each.requires_grad, model.parameters()),
+        optimizer=optimizer, lr_scheduler=None, dist_init_required=False,
+    )  # fmt: skip
+    names = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+    partition, in_cpu, contiguous = (checkpointing[name] for name in names)
+    deepspeed.checkpointing.configure(
+        mpu_=None, partition_activations=partition, contiguous_checkpointing=contiguous,
+        checkpoint_in_cpu=in_cpu, profile=None,
+    )  # fmt: skip
+    losses = train(engine, STEPS - 1)
+    engine.save_checkpoint(folder / "fit", client_state={"step": 2}, tag="checkpoint")
+    losses += train(engine, 1)
+    _, state = engine.load_checkpoint(
+        folder / "fit", tag="checkpoint", load_optimizer_states=True, load_module_strict=True,
+        load_lr_scheduler_states=False,
+    )  # fmt: skip
+    assert state["step"] == 2 and train(engine, 1) == losses[-1:]
+    engine.save_checkpoint(folder / "last", client_state={}, tag="checkpoint")
+    return losses, get_fp32_state_dict_from_zero_checkpoint(str(folder / "last"), "checkpoint")
 
 
 def make_teacher() -> LlamaForCausalLM:
@@ -456,20 +627,25 @@ CASES: dict[str, tuple[Callable[[int, Path], Done], bool, LossOf]] = {
     "OpenRLHF": (openrlhf, False, language_loss),
     "open-instruct": (open_instruct, False, language_loss),
     "ms-swift": (ms_swift, True, language_loss),
+    "LLaMA-Factory": (llama_factory, True, pairwise_loss),
+    "sentence-transformers": (sentence_transformers, True, ranking_loss),
     "accelerate": (two_plugins, False, Distilled(make_teacher())),
     "diffusers": (diffusers, False, language_loss),
+    "Lightning Fabric": (lightning_fabric, False, language_loss),
 }
 
 
 def main() -> None:
     name, stage, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     loop, is_mean, loss_of = CASES[name]
-    expected, weights = plain(make_model("llama"), loss_of)
+    model = make_model("llama")
+    expected, weights = plain(ValueHead(model) if loss_of is pairwise_loss else model, loss_of)
     losses, saved = loop(stage, folder)
     losses = losses if is_mean else mean(losses)
     if RANK == 0:
         # A file has a tied weight once.
-        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        prefix = "pretrained_model." if loss_of is pairwise_loss else ""
+        head, embedding = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
         tied = saved.get(head, saved.get(embedding))
         saved |= {head: tied, embedding: tied}
         assert saved.keys() == weights.keys()
