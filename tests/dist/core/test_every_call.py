@@ -171,8 +171,9 @@ def test_an_engine_that_is_refused_leaves_no_hooks(rank, world_size):
         ("another optimizer", config, {"lr_scheduler": scheduler}),
         ("no backend", config | unknown, {}),
         ("not with several processes", not_adapting, {}),
+        ("has no len", config, {"training_data": object()}),
     ):
-        with pytest.raises(UsageError, match=mistake):
+        with pytest.raises((UsageError, TypeError), match=mistake):
             zero.initialize(
                 model=model,
                 optimizer=adamw([{"params": [*model.parameters()]}]),

@@ -349,7 +349,10 @@ def initialize(
     if averages and isinstance(engine.optimizer, DeepSpeedOptimizer):
         engine.optimizer.ranks_summed = ranks_of_sample
     if training_data is not None:
-        engine.training_dataloader = _data_loader(training_data, collate_fn, engine)
+        with ExitStack() as on_failure:
+            on_failure.callback(engine.destroy)
+            engine.training_dataloader = _data_loader(training_data, collate_fn, engine)
+            on_failure.pop_all()
     loader = engine.training_dataloader
     return engine, engine.returned_optimizer, loader, engine.lr_scheduler
 
