@@ -177,7 +177,7 @@ def methods_work_or_say_what_to_use(rank: int, world_size: int) -> None:
         ("allreduce_bucket", "backward has summed the gradients"),
         ("autotuning_metric", "zero plan"),
         ("get_model_parallel_rank", "deepspeed.utils.groups"),
-        ("zenflow_config", "engine.config"),
+        ("zenflow_config", "overlap_step"),
     ):
         assert instead in missing[name]
     assert engine.zero_reduce_bucket_size() == 500_000_000 and engine.flops_profiler_detailed()

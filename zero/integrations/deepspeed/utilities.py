@@ -104,7 +104,16 @@ def checkpoint(function: Callable, *args: object) -> object:
     return torch_checkpoint(function, *args, use_reentrant=False)
 
 
-def configure(mpu_: object, *args: object, **settings: object) -> None:
+def configure(
+    mpu_: object,
+    deepspeed_config: object = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
     """For Lightning, which calls `deepspeed.checkpointing.configure`: there is nothing to do,
     because the engine reads the section `activation_checkpointing` itself.
     """
