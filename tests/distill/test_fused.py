@@ -22,7 +22,7 @@ from distill.fused import (
     logits_loss,
 )
 from distill.losses import LOSS_TYPES, Divergence, log_probabilities, top_k_with_tail
-from tests.dist.parallel.test_sequence_tiles import Largest
+from tests.dist.parallel.test_sequence import Largest
 from tests.distill import references
 from tests.tolerance import assert_close, rounding
 
