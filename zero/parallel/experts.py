@@ -47,6 +47,9 @@ def refuse_others(settings: Config, ranks: int) -> None:
         "zero_optimization.zero_hpz_partition_size": bool(zero.second_shards_over(ranks)),
         "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
         "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
+        "zero_optimization.zero_quantized_nontrainable_weights": (
+            zero.zero_quantized_nontrainable_weights
+        ),
         'on_out_of_memory "adapt"': settings.on_out_of_memory == "adapt",
     }
     for key, is_set in found.items():
