@@ -224,14 +224,15 @@ class CallsItself(nn.Module):
         self.other = [other]  # of another group
 
     def forward(self, hidden: torch.Tensor, kind: str, depth: int = 1) -> torch.Tensor:
-        hidden = self.call_other(torch.tanh(hidden @ self.first), in_thread=kind == "thread")
+        first, second = self.first, self.second
+        if kind == "detached":  # the weights have all of their gradients before this backward
+            first, second = first.detach(), second.detach()
+        hidden = self.call_other(torch.tanh(hidden @ first), in_thread=kind == "thread")
         if depth and kind == "recursion":
             hidden = hidden + self(hidden, kind, depth - 1)
         elif depth and "reentrant" in kind:
             again = kind == "reentrant"
             hidden = hidden + checkpoint(self, hidden, kind, depth - 1, use_reentrant=again)
-        # Without gradients of the weights, which do not show when they are needed no more.
-        second = self.second.detach() if kind == "detached" else self.second
         return torch.tanh(hidden @ second)
 
     def call_other(self, hidden: torch.Tensor, in_thread: bool) -> torch.Tensor:
