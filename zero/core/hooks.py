@@ -23,8 +23,8 @@ recomputation must gather them on all ranks, whichever gradients they have."""
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,13 +107,13 @@ class _Backward:
         task: its number in autograd, where backwards inside of it have others.
         is_derivative: it gives the parameters no gradients.
         has_gradients: the first gradient of a parameter has arrived.
-        nested: the groups that each backward inside of it uses, by its task.
+        nested: the groups that are unsharded for each backward inside of it, by its task.
     """
 
     task: int = field(default_factory=torch._C._current_graph_task_id)
     is_derivative: bool = False
     has_gradients: bool = False
-    nested: defaultdict[int, set[ParamGroup]] = field(default_factory=lambda: defaultdict(set))
+    nested: dict[int, set[ParamGroup]] = field(default_factory=dict)
 
     def is_nested(self, group: ParamGroup) -> bool:
         return any(group in used for used in self.nested.values())
@@ -149,6 +149,9 @@ class ModuleHooks:
         self._in_backward: dict[ParamGroup, int | None] = {}
         # Calls under way, with the numbers of their first operations.
         self._calls: list[tuple[list[ParamGroup], int]] = []
+        # Each thread numbers its operations itself, so numbers of several cannot be compared.
+        self._thread = threading.current_thread()
+        self._mixes_threads = False
         # Calls of the root module under way: its forward may call it again.
         self._depth = 0
         # From the first call of a module to the end of backward, or of a forward without gradients.
@@ -250,6 +253,8 @@ class ModuleHooks:
 
     def _begin_pass(self, name: str) -> None:
         self._in_pass = True
+        if not self._awaited:
+            self._thread, self._mixes_threads = threading.current_thread(), False
         self._training = torch.is_grad_enabled()
         if self._training:
             if self._stand_ins.backwards == 0:
@@ -362,7 +367,9 @@ class ModuleHooks:
             self._begin_pass("part")  # of the model is called, without the root
             self._awaited += 1
         if recomputing:
-            self._leave_calls(groups)
+            self._leave_calls()
+        elif threading.current_thread() is not self._thread:
+            self._mixes_threads = True
         for group in groups:
             if recomputing and group in self._in_backward:
                 continue
@@ -469,31 +476,40 @@ class ModuleHooks:
     def _pre_backward(self, groups: list[ParamGroup], start: int, grads: tuple) -> None:
         """The backward of a call that uses `groups` begins. `start`: of its first operation."""
         backward, task = self._running_backward(), torch._C._current_graph_task_id()
-        if task != backward.task and not backward.is_derivative:
-            if task not in backward.nested:
-                finish = partial(self._finish_nested, backward.nested, task)
-                torch.autograd.Variable._execution_engine.queue_callback(finish)
-            backward.nested[task].update(groups)
-        self._leave_calls(groups)
+        is_nested = task != backward.task
+        if is_nested and not backward.is_derivative and task not in backward.nested:
+            backward.nested[task] = set()
+            finish = partial(self._finish_nested, backward.nested, task)
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+        self._leave_calls()
         for group in groups:
             is_shown = group in self._in_backward
-            self._in_backward[group] = start
+            # This call may be a part of another one of the same group: a recursion, for example.
+            around = self._in_backward.get(group)
+            if around is None:
+                self._in_backward[group] = start
+                if is_nested and not backward.is_derivative:
+                    backward.nested[task].add(group)
+            elif not is_nested:
+                self._in_backward[group] = min(start, around)
             if not is_shown:
                 self._gathering.unshard(group)
             if torch.is_grad_enabled():
                 # No module's call shows when the derivative of this derivative needs the weights.
                 self._reads.hold(group)
 
-    def _leave_calls(self, used: Collection[ParamGroup]) -> None:
-        """Release the groups of calls whose backward is over, but not those in `used`."""
+    def _leave_calls(self) -> None:
+        """Release the groups of calls whose backward is over.
+
+        Also of those that are used next: this rank may have freed them early."""
         backward, node = self._running_backward(), torch._C._current_autograd_node()
         # A backward inside the backward has other numbers.
-        if node is None or torch._C._current_graph_task_id() != backward.task:
+        is_other = torch._C._current_graph_task_id() != backward.task
+        if node is None or is_other or self._mixes_threads:
             return
         number = node._sequence_nr()
         for group, start in reversed(list(self._in_backward.items())):
-            is_over = start is not None and number < start and not backward.is_nested(group)
-            if is_over and group not in used:
+            if start is not None and number < start and not backward.is_nested(group):
                 self._release_from_backward(group)
 
     def gradient_ready(self, group: ParamGroup, index: int) -> None:

@@ -7,6 +7,7 @@ The groups of the toy model in the order of their use: stem, blocks.0 ... blocks
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.dist.toys import (
     toy,
     toy_batches,
 )
-from tests.dist.training import ds_config, start, step, train_zero
+from tests.dist.training import ds_config, relative, sgd_engine, start, step, train_zero
 from tests.parity.test_variants import data, variant
 from tests.processes import on_ranks, run_on
 from zero.core.param_group import ParamGroup, State
@@ -225,6 +226,76 @@ def test_an_expert_that_one_rank_does_not_use_changes_no_all_gather(kind):
     expected = run_on(2, with_unused_experts, kind, [everything] * 2)
     for used in [everything, some], [[False] * 4, everything]:
         assert run_on(2, with_unused_experts, kind, used, timeout=90.0) == expected
+
+
+class CallsItself(nn.Module):
+    """Its weights are needed before and after calls inside of its call."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        self.other = [other]  # of another group
+
+    def forward(self, hidden: torch.Tensor, kind: str, depth: int = 1) -> torch.Tensor:
+        first, second = self.first, self.second
+        if kind == "detached":  # the weights have all of their gradients before this backward
+            first, second = first.detach(), second.detach()
+        hidden = self.call_other(torch.tanh(hidden @ first), in_thread=kind == "thread")
+        if depth and kind == "recursion":
+            hidden = hidden + self(hidden, kind, depth - 1)
+        elif depth and "reentrant" in kind:
+            again = kind == "reentrant"
+            hidden = hidden + checkpoint(self, hidden, kind, depth - 1, use_reentrant=again)
+        return torch.tanh(hidden @ second)
+
+    def call_other(self, hidden: torch.Tensor, in_thread: bool) -> torch.Tensor:
+        results: list[torch.Tensor] = []
+        if not in_thread:
+            return self.other[0](hidden)
+        # A thread numbers its operations from 0.
+        thread = threading.Thread(target=lambda: results.append(self.other[0](hidden)))
+        thread.start()
+        thread.join()
+        return results[0]
+
+
+class WithCallsInside(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.kind = kind
+        self.stem, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner = CallsItself(self.other)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(self.stem(x), self.kind)
+        if self.kind == "detached":
+            hidden = self.inner(hidden, "all")
+        return hidden.square().mean()
+
+
+def with_calls_inside(rank: int, world_size: int, kind: str) -> list[float]:
+    limits = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    engine, losses = sgd_engine(WithCallsInside(kind), **limits), []
+    for batch in toy_batches(3):
+        losses.append(loss := engine(batch["x"]))
+        engine.backward(loss)
+        engine.step()
+    assert engine.residency.live == 0
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("kind", ["recursion", "reentrant", "non-reentrant", "detached", "thread"])
+def test_a_group_is_not_released_before_all_calls_inside_of_its_call_are_over(kind):
+    model, expected = WithCallsInside(kind), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in toy_batches(3):
+        expected.append((loss := model(batch["x"])).item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for losses in run_on(2, with_calls_inside, kind):
+        assert relative(losses, expected) <= 1e-5
 
 
 # -- how much is gathered, by the engine's counter and in storages
