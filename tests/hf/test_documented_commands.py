@@ -403,7 +403,7 @@ def test_the_pages_own_loop_runs(scratch):
     script = "\n".join([BEFORE_THE_LOOP, first, AFTER_THE_LOOP, *others])
     Path("train.py").write_text(script.replace("...\n", STEPS))
     running = [command for command in ALL if COMMANDS[command.key] == OWN_LOOP]
-    assert len(running) == 2 and len(others) == 5
+    assert len(running) == 2 and len(others) == 4
     for command in running:
         done = start(command.words, scratch)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

@@ -367,7 +367,7 @@ class ModuleHooks:
             self._begin_pass("part")  # of the model is called, without the root
             self._awaited += 1
         if recomputing:
-            self._leave_calls()
+            self._leave_calls(groups)
         elif threading.current_thread() is not self._thread:
             self._mixes_threads = True
         for group in groups:
@@ -481,7 +481,7 @@ class ModuleHooks:
             backward.nested[task] = set()
             finish = partial(self._finish_nested, backward.nested, task)
             torch.autograd.Variable._execution_engine.queue_callback(finish)
-        self._leave_calls()
+        self._leave_calls(groups)
         for group in groups:
             is_shown = group in self._in_backward
             # This call may be a part of another one of the same group: a recursion, for example.
@@ -498,10 +498,8 @@ class ModuleHooks:
                 # No module's call shows when the derivative of this derivative needs the weights.
                 self._reads.hold(group)
 
-    def _leave_calls(self) -> None:
-        """Release the groups of calls whose backward is over.
-
-        Also of those that are used next: this rank may have freed them early."""
+    def _leave_calls(self, used: Collection[ParamGroup]) -> None:
+        """Release the groups of calls whose backward is over, but not those in `used`."""
         backward, node = self._running_backward(), torch._C._current_autograd_node()
         # A backward inside the backward has other numbers.
         is_other = torch._C._current_graph_task_id() != backward.task
@@ -509,7 +507,8 @@ class ModuleHooks:
             return
         number = node._sequence_nr()
         for group, start in reversed(list(self._in_backward.items())):
-            if start is not None and number < start and not backward.is_nested(group):
+            is_over = start is not None and number < start and not backward.is_nested(group)
+            if is_over and group not in used:
                 self._release_from_backward(group)
 
     def gradient_ready(self, group: ParamGroup, index: int) -> None:

@@ -237,16 +237,13 @@ class CallsItself(nn.Module):
         self.other = [other]  # of another group
 
     def forward(self, hidden: torch.Tensor, kind: str, depth: int = 1) -> torch.Tensor:
-        first, second = self.first, self.second
-        if kind == "detached":  # the weights have all of their gradients before this backward
-            first, second = first.detach(), second.detach()
-        hidden = self.call_other(torch.tanh(hidden @ first), in_thread=kind == "thread")
+        hidden = self.call_other(torch.tanh(hidden @ self.first), in_thread=kind == "thread")
         if depth and kind == "recursion":
             hidden = hidden + self(hidden, kind, depth - 1)
         elif depth and "reentrant" in kind:
             again = kind == "reentrant"
             hidden = hidden + checkpoint(self, hidden, kind, depth - 1, use_reentrant=again)
-        return torch.tanh(hidden @ second)
+        return torch.tanh(hidden @ self.second)
 
     def call_other(self, hidden: torch.Tensor, in_thread: bool) -> torch.Tensor:
         results: list[torch.Tensor] = []
@@ -268,10 +265,7 @@ class WithCallsInside(nn.Module):
         self.inner = CallsItself(self.other)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.inner(self.stem(x), self.kind)
-        if self.kind == "detached":
-            hidden = self.inner(hidden, "all")
-        return hidden.square().mean()
+        return self.inner(self.stem(x), self.kind).square().mean()
 
 
 def with_calls_inside(rank: int, world_size: int, kind: str) -> list[float]:
@@ -285,7 +279,7 @@ def with_calls_inside(rank: int, world_size: int, kind: str) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-@pytest.mark.parametrize("kind", ["recursion", "reentrant", "non-reentrant", "detached", "thread"])
+@pytest.mark.parametrize("kind", ["recursion", "reentrant", "non-reentrant", "thread"])
 def test_a_group_is_not_released_before_all_calls_inside_of_its_call_are_over(kind):
     model, expected = WithCallsInside(kind), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
