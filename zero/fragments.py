@@ -29,7 +29,7 @@ from zero.core.param_group import owning_group
 from zero.core.reduction import GroupGradients
 from zero.core.sharded_param import cut_of, local
 from zero.errors import UsageError
-from zero.optim.adam8bit import KEYS, decoded, encoded, is_coded
+from zero.optim.adam8bit import KEYS, decode_range, decoded, encoded, is_coded
 from zero.optim.redistribute import WholeTensor
 from zero.optim.sharded_optimizer import optimizer_of
 
@@ -139,12 +139,15 @@ class ParameterState:
             first, last = max(start, sub_group.start), min(end, sub_group.end)
             state, numel = self.optimizer.state.get(sub_group.master, {}), sub_group.master.numel()
             if sub_group.group is self.group and first < last and self.kind in state:
-                is_code = self.kind in KEYS and is_coded(state[self.kind], numel)
-                values = decoded(state, numel) if is_code else state
-                where = slice(first - sub_group.start, last - sub_group.start)
-                yield first - start, values[self.kind][where]
-                if is_code and writes:
-                    encoded(values, into=state)  # the rest of the blocks is rounded
+                kept, where = state[self.kind], (first - sub_group.start, last - sub_group.start)
+                if self.kind not in KEYS or not is_coded(kept, numel):
+                    yield first - start, kept[slice(*where)]
+                    continue
+                yield first - start, (values := decode_range(self.kind, kept, numel, *where))
+                if writes:
+                    whole = decoded(state, numel)
+                    whole[self.kind][slice(*where)] = values
+                    encoded(whole, into=state)  # the rest of the blocks is rounded
 
     @torch.no_grad()
     def read_local(self) -> torch.Tensor | None:

@@ -368,15 +368,15 @@ class ModuleHooks:
             self._awaited += 1
         if recomputing:
             self._leave_calls(groups)
-        elif threading.current_thread() is not self._thread:
-            self._mixes_threads = True
+        else:
+            self._mixes_threads |= threading.current_thread() is not self._thread
+            self._calls.append((groups, next_operation()))
         for group in groups:
             if recomputing and group in self._in_backward:
                 continue
             self._gathering.unshard(group)
             if recomputing:
                 self._in_backward[group] = None
-        self._calls.append((groups, next_operation()))
 
     def _read_outside(self, group: ParamGroup, param: nn.Parameter, func: Callable) -> None:
         if self._in_pass:
@@ -387,10 +387,11 @@ class ModuleHooks:
     ) -> None:
         # Its results may be computed later, with the weights.
         keeps = getattr(module.forward, "keeps_weights", False) and torch.is_grad_enabled()
-        call, start = self._calls.pop()
-        while call is not groups:  # a call inside of this one ended in an exception
-            call, start = self._calls.pop()
+        start = 0  # of a call in backward, whose groups are released at the end of that
         if not in_backward():
+            call, start = self._calls.pop()
+            while call is not groups:  # a call inside of this one ended in an exception
+                call, start = self._calls.pop()
             self._find_views(module, groups)
             returned = groups_shown_by(output, groups)
             for group in groups:

@@ -11,10 +11,8 @@ copies."""
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
@@ -110,14 +108,23 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     return _nan_scalars[key].expand(shape)
 
 
-# Names of torch's functions and properties, by what they do with a tensor's values. Those in
-# `without_values` look at shape and dtype only. The result of `views` and `view_properties` is a
-# view, or a copy on another device or in another dtype: it has no values either. `saving`: what
-# functions that save a state dict ask of its tensors first.
-_FUNCTIONS: dict[str, frozenset[str]] = {
-    kind: frozenset(names)
-    for kind, names in json.loads(Path(__file__).with_name("functions.json").read_text()).items()
-}
+_WITHOUT_VALUES = frozenset(
+    "dim element_size get_device is_complex is_contiguous is_floating_point is_pinned is_set_to "
+    "is_shared is_signed ndimension nelement numel size storage_offset stride data_ptr "
+    "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad new_empty "
+    "new_empty_strided new_full new_ones new_tensor new_zeros empty_like full_like ones_like "
+    "rand_like randint_like randn_like zeros_like _has_compatible_shallow_copy_type _is_alias_of "
+    "_is_view is_inference is_same_size __len__ __repr__ __format__".split()
+)
+# Their result is a view, or a copy on another device or in another dtype: it has no values either.
+_VIEWS = frozenset(
+    "as_strided chunk cpu bfloat16 cuda detach double expand expand_as flatten float half movedim "
+    "narrow permute reshape select split squeeze storage swapaxes t to transpose type type_as "
+    "unbind unflatten unsqueeze untyped_storage view view_as __getitem__".split()
+)
+# What functions that save a state dict ask of its tensors first.
+_SAVING = frozenset(("storage", "untyped_storage", "__reduce_ex__"))
+_VIEW_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 _SET_DATA: Any = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -138,19 +145,25 @@ def needs_values(func: Callable) -> bool:
     shape and dtype.
     """
     if _is_property(func):
-        return func.__name__ == "__get__" and _name(func) in _FUNCTIONS["view_properties"]
-    return _name(func) not in _FUNCTIONS["without_values"]
+        return func.__name__ == "__get__" and _name(func) in _VIEW_PROPERTIES
+    return _name(func) not in _WITHOUT_VALUES
 
 
 def _gives_view(func: Callable) -> bool:
-    return _name(func) in _FUNCTIONS["view_properties" if _is_property(func) else "views"]
+    return _name(func) in (_VIEW_PROPERTIES if _is_property(func) else _VIEWS)
+
+
+_WRITING_OPERATORS = {"__setitem__"} | {
+    f"__i{name}__"
+    for name in "add and div floordiv lshift mod mul or pow rshift sub truediv xor".split()
+}
 
 
 def written_by(func: Callable, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """The tensors that `func`, as `__torch_function__` gets it, changes in place."""
     name, out = getattr(func, "__name__", ""), kwargs.get("out")
     target = None
-    if name in _FUNCTIONS["writing_operators"] or (
+    if name in _WRITING_OPERATORS or (
         name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     ):
         target = args[0] if args else kwargs.get("tensor")
@@ -171,7 +184,7 @@ def _refuse_access(func: Callable, args: tuple, kwargs: dict) -> NoReturn:
     act, context = ("write to", ", modifier_rank=0") if writes else ("read", "")
     remedy = f"{act.split()[0]} them inside of `with zero.GatheredParameters(param{context}):`"
     remedy += ", which all ranks enter"
-    if _name(func) in _FUNCTIONS["saving"]:
+    if _name(func) in _SAVING:
         remedy = (
             "save the model by engine.save_16bit_model or the Trainer's save_model, or call "
             "save_pretrained(folder, state_dict=accelerator.get_state_dict(engine)), on all ranks"
@@ -226,7 +239,7 @@ class PlaceholderView(torch.Tensor):
         if _name(func) == "pad" and len(args) > 1 and not any(args[1]):
             return args[0]
         first = next(iter(args), None)
-        saves = _name(func) in _FUNCTIONS["saving"] and isinstance(first, PlaceholderView)
+        saves = _name(func) in _SAVING and isinstance(first, PlaceholderView)
         if not views or saves or (needs_values(func) and not _gives_view(func)):
             if cls.values_for_caller is not None and isinstance(first, PlaceholderView):
                 if (values := cls.values_for_caller(first)) is not None:

@@ -5,14 +5,11 @@ A slower change is also named if it needs less memory than all faster ones.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -28,9 +25,8 @@ from zero.tools.estimate.rank import Estimate, estimate
 # The largest number of remedies that are named. A slower one is named if it needs at most this
 # fraction of the others' memory.
 MOST, LESS = 5, 0.9
-# Changes of zero_optimization after which a run may fit. PATH stands for a folder of files, and OWN
-# for the present stage, or 2 if that is 0.
-_CHANGES = Path(__file__).with_name("changes.json").read_text(encoding="utf-8")
+NO_OFFLOAD = {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
+FEW_LIVE = {"stage": 3, "stage3_max_live_parameters": 0}
 # The Trainer would fill in "auto".
 SLICES = {"activation_checkpointing": {"batch_slices": "Auto", "cpu_checkpointing": True}}
 
@@ -190,15 +186,27 @@ def _halves(batch: int) -> Iterator[int]:
 
 
 def _smaller(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Keys]:
-    """Return the changes that may need less memory. Files only help against too little host
-    memory.
+    """Return changes after which a run may fit, starting with none. Files only help against too
+    little host memory.
     """
-    folders = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each]
-    own = {'"PATH"': json.dumps(next(filter(None, folders), ".")), '"OWN"': str(zero.stage or 2)}
-    changes = re.sub('"PATH"|"OWN"', lambda found: own[found[0]], _CHANGES)
-    for keys in json.loads(changes):
-        if keys.get("stage", 3) >= zero.stage and (host_is_limited or "nvme" not in str(keys)):
-            yield keys
+    yield {}
+    yield NO_OFFLOAD
+    for stage in range(zero.stage + 1, 4):
+        yield {"stage": stage}
+    yield FEW_LIVE
+    known = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each]
+    cpu = {"device": "cpu", "pin_memory": True}
+    nvme = {"device": "nvme", "pin_memory": True, "nvme_path": next(filter(None, known), ".")}
+    for place in (cpu, nvme) if host_is_limited else (cpu,):
+        optimizer = {"offload_optimizer": place}
+        yield {"stage": zero.stage or 2} | optimizer
+        yield {"stage": 3} | optimizer
+        yield FEW_LIVE | optimizer | {"offload_param": cpu}
+        if place is nvme:
+            least = nvme | {"max_in_cpu": 0}
+            yield FEW_LIVE | optimizer | {"offload_param": least}
+            optimizer = {"offload_optimizer": least | {"pipeline_read": False}}
+            yield FEW_LIVE | optimizer | {"offload_param": least}
 
 
 def _new(changes: Iterable[Keys], config: Config) -> list[Sections]:
